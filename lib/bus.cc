@@ -3,6 +3,7 @@
 #include <array>
 #include <charconv>
 #include <optional>
+#include <span>
 #include <vector>
 
 #include "lib/text.h"
@@ -53,57 +54,31 @@ Bus parse_bus(std::string_view text, std::string_view flag) {
   const std::vector<std::string_view> parts = parts_of(text);
   Bus bus;
   bus.name = text;
-  const bool is_complete = parts.size() == 2 || parts.size() == 3;
+  const bool is_complete = parts.size() == 2;
   const auto rate = is_complete ? quantity(parts[0], kRates) : std::nullopt;
   const auto latency = is_complete ? quantity(parts[1], kTimes) : std::nullopt;
-  const auto item = parts.size() == 3 ? quantity(parts[2], kTimes) : std::optional(0.0);
   const auto is_time = [](const std::optional<double>& time) {
     return time && *time >= 0.0 && *time <= kMostLatency;
   };
-  if (!rate || !(*rate >= 1.0 && *rate <= kMostRate) || !is_time(latency) || !is_time(item)) {
+  if (!rate || !(*rate >= 1.0 && *rate <= kMostRate) || !is_time(latency)) {
     throw Error(ErrorCode::usage,
                 std::string(flag) + ": " + in_quotes(text) +
-                    " is no bus; give its rate and the latency of a request, as 12.5GB/s,10us, "
-                    "and if known that of a copy in a batch: 50GB/s,5us,0.4us");
+                    " is no bus; give its rate and the latency of a request, as 12.5GB/s,10us");
   }
   bus.bytes_per_second = *rate;
   bus.latency = *latency;
-  bus.item_latency = *item;
   return bus;
 }
 
 Crossing& Crossing::operator+=(const Crossing& other) {
   bytes += other.bytes;
   requests += other.requests;
-  items += other.items;
   return *this;
 }
 
 double transfer_seconds(const Bus& bus, const Crossing& crossing) {
   return static_cast<double>(crossing.bytes) / bus.bytes_per_second +
-         static_cast<double>(crossing.requests) * bus.latency +
-         static_cast<double>(crossing.items) * bus.item_latency;
-}
-
-Crossing page_copies(std::span<const std::int32_t> positions, int page_tokens,
-                     std::uint64_t row_bytes) {
-  std::uint64_t pages = 0;
-  std::int32_t latest = -1;
-  for (const std::int32_t position : positions) {
-    if (position / page_tokens == latest) continue;
-    latest = position / page_tokens;
-    ++pages;
-  }
-  return {pages * static_cast<std::uint64_t>(page_tokens) * row_bytes, pages, 0};
-}
-
-Crossing batched_copies(std::span<const std::int32_t> positions, std::uint64_t row_bytes) {
-  if (positions.empty()) return {};
-  std::uint64_t runs = 1;
-  for (std::size_t i = 1; i < positions.size(); ++i) {
-    if (positions[i] != positions[i - 1] + 1) ++runs;
-  }
-  return {positions.size() * row_bytes, 1, runs - 1};
+         static_cast<double>(crossing.requests) * bus.latency;
 }
 
 }  // namespace sluice

@@ -58,7 +58,7 @@ Crossing CellResult::crossed() const {
   Crossing sum;
   for (const auto& [kind, what] : moved) {
     if (std::get<1>(kind) == std::get<2>(kind)) continue;
-    sum += {what.traffic.bytes, what.requests, 0};
+    sum += {what.traffic.bytes, what.requests};
   }
   return sum;
 }
