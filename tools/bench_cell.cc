@@ -1,6 +1,8 @@
 #include "tools/bench_cell.h"
 
+#include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <set>
 
 namespace sluice::tools {
@@ -10,6 +12,29 @@ using Clock = std::chrono::steady_clock;
 
 double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+std::vector<float> log_probabilities(std::span<const float> logits) {
+  const float highest = *std::max_element(logits.begin(), logits.end());
+  double sum = 0.0;
+  for (const float x : logits) sum += std::exp(static_cast<double>(x - highest));
+  const auto shift = static_cast<float>(static_cast<double>(highest) + std::log(sum));
+  std::vector<float> result(logits.begin(), logits.end());
+  for (float& x : result) x -= shift;
+  return result;
+}
+
+double divergence(const std::vector<float>& dense, const std::vector<float>& other) {
+  double sum = 0.0;
+  for (std::size_t i = 0; i < dense.size(); ++i) {
+    const auto p = static_cast<double>(dense[i]);
+    sum += std::exp(p) * (p - static_cast<double>(other[i]));
+  }
+  return std::max(sum, 0.0);  // rounding may leave a sum below 0
+}
+
+std::ptrdiff_t likeliest(const std::vector<float>& values) {
+  return std::max_element(values.begin(), values.end()) - values.begin();
 }
 
 // Adds what the ledgers of a step's sessions have recorded since the steps in `seen`.
@@ -31,25 +56,33 @@ void add_step(std::span<const Session> sessions, std::vector<std::uint64_t>& see
   for (const LayerMovement& kind : kinds) ++(*moved)[kind].requests;
 }
 
-// Decodes one known token per session.
-void decode(Engine& engine, std::span<Session> sessions,
-            std::span<const std::span<const TokenId>> texts) {
+// Decodes one known token per session; returns the logits of the first, valid until its next call.
+std::span<const float> decode(Engine& engine, std::span<Session> sessions,
+                              std::span<const std::span<const TokenId>> texts) {
   const auto next = [&](std::size_t i) {
     return texts[i][static_cast<std::size_t>(sessions[i].length())];
   };
-  if (sessions.size() == 1) {
-    static_cast<void>(sessions[0].decode(next(0)));
-    return;
-  }
+  if (sessions.size() == 1) return sessions[0].decode(next(0));
   std::vector<StepToken> tokens;
   for (std::size_t i = 0; i < sessions.size(); ++i) {
     StepToken& token = tokens.emplace_back();
     token.session = &sessions[i];
     token.token = next(i);
   }
+  std::span<const float> first;
   for (const StepResult& result : engine.step(tokens)) {
     if (result.error) throw Error(*result.error);
+    if (first.empty()) first = result.logits;
   }
+  return first;
+}
+
+void compare(std::span<const float> logits, std::size_t step, DenseAnswers& dense,
+             CellResult& result) {
+  std::vector<float> own = log_probabilities(logits);
+  if (step == dense.size()) dense.push_back(own);
+  result.kl.push_back(divergence(dense[step], own));
+  result.agree.push_back(likeliest(dense[step]) == likeliest(own) ? 1.0 : 0.0);
 }
 
 }  // namespace
@@ -76,7 +109,8 @@ SessionOptions session_of(const CellKey& key, const Policy& policy, const BenchS
 }
 
 CellResult run_cell(Engine& engine, const CellKey& key, const Policy& policy,
-                    const BenchSteps& steps, std::span<const std::span<const TokenId>> texts) {
+                    const BenchSteps& steps, std::span<const std::span<const TokenId>> texts,
+                    DenseAnswers& dense) {
   const SessionOptions options = session_of(key, policy, steps);
   CellResult result;
   result.plan = engine.plan(options);
@@ -93,10 +127,12 @@ CellResult run_cell(Engine& engine, const CellKey& key, const Policy& policy,
   for (int step = 0; step < steps.warm_up + steps.steps; ++step) {
     const bool counts = step >= steps.warm_up;
     const Clock::time_point begin = Clock::now();
-    decode(engine, sessions, texts);
+    const std::span<const float> logits = decode(engine, sessions, texts);
     const double seconds = seconds_since(begin);
     add_step(sessions, seen, counts ? &result.moved : nullptr);
-    if (counts) result.step_seconds.push_back(seconds);
+    if (!counts) continue;
+    result.step_seconds.push_back(seconds);
+    compare(logits, static_cast<std::size_t>(step - steps.warm_up), dense, result);
   }
   return result;
 }

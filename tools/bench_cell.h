@@ -38,11 +38,16 @@ struct Moved {
   std::uint64_t requests = 0;
 };
 
+// Log-probabilities by dense attention, of the first sequence's measured steps.
+using DenseAnswers = std::vector<std::vector<float>>;  // [steps][vocabulary], nats
+
 struct CellResult {
   Plan plan;
   double prompt_seconds = 0.0;           // to read the prompts of all sequences
   std::vector<double> step_seconds;      // of the steps that count, logits in host memory
   std::map<LayerMovement, Moved> moved;  // of these steps, all sequences together
+  std::vector<double> kl;                // KL(dense || this) per step of the first sequence, nats
+  std::vector<double> agree;  // 1: the likeliest token is dense attention's; 0: it is not
 
   // Sums over layers and causes of what crossed between two different tiers.
   Crossing crossed() const;
@@ -52,9 +57,10 @@ struct CellResult {
 std::int64_t tokens_of(const CellKey& key, const BenchSteps& steps);
 SessionOptions session_of(const CellKey& key, const Policy& policy, const BenchSteps& steps);
 
-// Runs a cell. Sequence i reads `texts[i]`, tokens_of() tokens. Throws Error{memory} if the plan
-// does not fit.
+// Runs a cell. Sequence i reads `texts[i]`, tokens_of() tokens. Fills `dense` if it is empty and
+// compares with it otherwise. Throws Error{memory} if the plan does not fit.
 CellResult run_cell(Engine& engine, const CellKey& key, const Policy& policy,
-                    const BenchSteps& steps, std::span<const std::span<const TokenId>> texts);
+                    const BenchSteps& steps, std::span<const std::span<const TokenId>> texts,
+                    DenseAnswers& dense);
 
 }  // namespace sluice::tools

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "lib/bytes.h"
+#include "tools/eval_report.h"
 #include "tools/exit_code.h"
 #include "tools/output.h"
 
@@ -103,10 +104,10 @@ std::string table_line(const nlohmann::json& cell, std::size_t width) {
     return line + " " + cell["error"]["message"].get<std::string>() + "\n";
   }
   const nlohmann::json& ms = cell["step_ms"];
-  line +=
-      format("%8.2f %8.2f %8.1f %8.2f %10s %10s", ms["p50"].get<double>(), ms["p99"].get<double>(),
-             cell["tokens_per_second"].get<double>(), cell["prompt_seconds"].get<double>(),
-             bytes_text(cell["crossed_bytes"]).c_str(), bytes_text(cell["index_bytes"]).c_str());
+  line += format("%8.2f %8.2f %8.1f %8.2f %10s %10s %8.4f", ms["p50"].get<double>(),
+                 ms["p99"].get<double>(), cell["tokens_per_second"].get<double>(),
+                 cell["prompt_seconds"].get<double>(), bytes_text(cell["crossed_bytes"]).c_str(),
+                 bytes_text(cell["index_bytes"]).c_str(), cell["kl"]["mean"].get<double>());
   for (const nlohmann::json& model : cell["modelled"]) {
     line += format("  %8.2f %8.2f", model["step_ms"].get<double>(),
                    model["overlapped_step_ms"].get<double>());
@@ -150,6 +151,8 @@ nlohmann::json cell_json(const CellKey& key, const std::string& line, const Cell
       {"mean", 1e3 * mean}, {"p50", median}, {"p99", 1e3 * percentile(result.step_seconds, 0.99)}};
   cell["tokens_per_second"] = key.sequences / mean;
   cell["prompt_seconds"] = result.prompt_seconds;
+  cell["kl"] = json_of(estimate_of(result.kl));
+  cell["top1_agreement"] = json_of(estimate_of(result.agree));
   cell["crossed_bytes"] = static_cast<double>(crossed.bytes) / steps;
   cell["crossed_requests"] = static_cast<double>(crossed.requests) / steps;
   cell["traffic"] = traffic_json(result, steps);
@@ -176,8 +179,8 @@ std::string bench_table(const nlohmann::json& cells) {
   std::string head = "policy";
   head.resize(width, ' ');
   std::string table =
-      head + format(" %8s %9s %4s %8s %8s %8s %8s %10s %10s", "context", "cap", "seqs", "ms p50",
-                    "ms p99", "token/s", "prompt s", "moved/step", "index");
+      head + format(" %8s %9s %4s %8s %8s %8s %8s %10s %10s %8s", "context", "cap", "seqs",
+                    "ms p50", "ms p99", "token/s", "prompt s", "moved/step", "index", "KL");
   std::vector<std::string> buses;
   for (const nlohmann::json& cell : cells) {
     for (const nlohmann::json& model : cell.value("modelled", nlohmann::json::array())) {
@@ -204,20 +207,21 @@ std::string bench_table(const nlohmann::json& cells) {
 std::string bench_csv(const nlohmann::json& cells) {
   std::string csv =
       "policy,context,device_memory,sequences,bus,steps,step_ms_mean,step_ms_p50,step_ms_p99,"
-      "tokens_per_second,prompt_seconds,crossed_bytes,crossed_requests,"
+      "tokens_per_second,prompt_seconds,kl,kl_error,top1_agreement,crossed_bytes,crossed_requests,"
       "index_bytes,device_bytes,host_bytes,disk_bytes,transfer_ms,modelled_step_ms,"
       "modelled_overlapped_step_ms,error\n";
   for (const nlohmann::json& cell : cells) {
     const std::string key = quoted(cell["policy"]) + "," + cell["context"].dump() + "," +
                             cap_of(cell) + "," + cell["sequences"].dump();
     if (cell.contains("error")) {
-      csv += key + std::string(17, ',') + quoted(cell["error"]["message"]) + "\n";
+      csv += key + std::string(20, ',') + quoted(cell["error"]["message"]) + "\n";
       continue;
     }
     std::string numbers;
     for (const nlohmann::json& value :
          {cell["steps"], cell["step_ms"]["mean"], cell["step_ms"]["p50"], cell["step_ms"]["p99"],
-          cell["tokens_per_second"], cell["prompt_seconds"], cell["crossed_bytes"],
+          cell["tokens_per_second"], cell["prompt_seconds"], cell["kl"]["mean"],
+          cell["kl"]["standard_error"], cell["top1_agreement"]["mean"], cell["crossed_bytes"],
           cell["crossed_requests"], cell["index_bytes"], cell["device_bytes"], cell["host_bytes"],
           cell["disk_bytes"]}) {
       numbers += "," + value.dump();

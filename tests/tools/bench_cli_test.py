@@ -55,6 +55,9 @@ class Bench(unittest.TestCase):
                     rows = sequences * (context + 1 + 2.5) * LAYERS * HEADS
                     read = sum(t["rows"] for t in cell["traffic"] if t["cause"] in ("hit", "miss"))
                     self.assertEqual(read, rows)
+                    self.assertLess(cell["kl"]["mean"], 1e-3)
+                else:
+                    self.assertGreater(cell["kl"]["mean"], 0)
         capped = cells["dense", 1024, "4MiB", 2]
         self.assertGreater(capped["crossed_bytes"], 0)
         self.check_csv(table, cells)
@@ -90,6 +93,7 @@ class Bench(unittest.TestCase):
         for row in rows:
             cap = None if row["device_memory"] == "none" else row["device_memory"]
             cell = cells[row["policy"], int(row["context"]), cap, int(row["sequences"])]
+            self.assertEqual(float(row["kl"]), cell["kl"]["mean"])
             self.assertEqual(float(row["crossed_bytes"]), cell["crossed_bytes"])
             self.assertEqual(float(row["step_ms_p50"]), cell["step_ms"]["p50"])
             self.assertEqual(float(row["modelled_step_ms"]), cell["modelled"][0]["step_ms"])
@@ -200,13 +204,18 @@ class Bench(unittest.TestCase):
         refused(4, "can complete", '{"written_by": "sluice 0.1.0"}')
 
     def test_a_cell_that_does_not_fit_stops_no_other(self):
+        table = Path(self.folder.name) / "bench.csv"
         done = bench("--policy", "values", "--context", 400, "--device-memory", "1KiB", "4MiB",
-                     "--json", self.report)  # fmt: skip
+                     "--json", self.report, "--csv", table)  # fmt: skip
         self.assertEqual(done.returncode, 8, done.stderr)
         cells = self.cells()
         self.assertIn("give at least", cells["values", 400, "1KiB", 1]["error"]["message"])
         self.assertIn("step_ms", cells["values", 400, "4MiB", 1])
         self.assertIn("some cells could not run", done.stderr)
+        with table.open() as file:
+            rows = list(csv.DictReader(file))
+        self.assertEqual([row["error"] != "" for row in rows],
+                         [row["device_memory"] == "1KiB" for row in rows])
 
     def test_bad_input(self):
         notes = Path(self.folder.name) / "notes"
