@@ -156,9 +156,9 @@ TEST(Planning, FitsOrNamesWhatFits) {
 }
 
 TEST(Planning, LosesNoMoreThanIsAllowed) {
-  PlanWish wish = on_machine("llama3-8b", "rtx4090", 600000);
+  PlanWish wish = on_machine("llama3-8b", "rtx4090", 1000000);
   EXPECT_EQ(advise_quickly(wish).settings.weights, WeightFormat(WeightCode::int8));
-  wish.context = 1000000;
+  wish.device_memory = 16 * kGiB;
   EXPECT_EQ(advise_quickly(wish).settings.weights, WeightFormat(WeightCode::int4));
   wish.loss = 0.01;  // which 4-bit weights exceed
   expect_error(ErrorCode::memory, "a `loss` of 0.0", [&] { advise_quickly(wish); });
