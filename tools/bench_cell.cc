@@ -1,9 +1,9 @@
 #include "tools/bench_cell.h"
 
-#include <algorithm>
 #include <chrono>
-#include <cmath>
 #include <set>
+
+#include "tools/distributions.h"
 
 namespace sluice::tools {
 namespace {
@@ -12,29 +12,6 @@ using Clock = std::chrono::steady_clock;
 
 double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
-}
-
-std::vector<float> log_probabilities(std::span<const float> logits) {
-  const float highest = *std::max_element(logits.begin(), logits.end());
-  double sum = 0.0;
-  for (const float x : logits) sum += std::exp(static_cast<double>(x - highest));
-  const auto shift = static_cast<float>(static_cast<double>(highest) + std::log(sum));
-  std::vector<float> result(logits.begin(), logits.end());
-  for (float& x : result) x -= shift;
-  return result;
-}
-
-double divergence(const std::vector<float>& dense, const std::vector<float>& other) {
-  double sum = 0.0;
-  for (std::size_t i = 0; i < dense.size(); ++i) {
-    const auto p = static_cast<double>(dense[i]);
-    sum += std::exp(p) * (p - static_cast<double>(other[i]));
-  }
-  return std::max(sum, 0.0);  // rounding may leave a sum below 0
-}
-
-std::ptrdiff_t likeliest(const std::vector<float>& values) {
-  return std::max_element(values.begin(), values.end()) - values.begin();
 }
 
 // Adds what the ledgers of a step's sessions have recorded since the steps in `seen`.

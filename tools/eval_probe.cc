@@ -1,40 +1,16 @@
 #include "tools/eval_probe.h"
 
 #include <algorithm>
-#include <cmath>
 #include <optional>
 #include <span>
 #include <string>
 
 #include "lib/sample_token.h"
 #include "sluice/sampler.h"
+#include "tools/distributions.h"
 
 namespace sluice::tools {
 namespace {
-
-// Log-softmax with an fp64 sum.
-std::vector<float> log_probabilities(std::span<const float> logits) {
-  const float highest = *std::max_element(logits.begin(), logits.end());
-  double sum = 0.0;
-  for (const float x : logits) sum += std::exp(static_cast<double>(x - highest));
-  const auto shift = static_cast<float>(static_cast<double>(highest) + std::log(sum));
-  std::vector<float> result(logits.begin(), logits.end());
-  for (float& x : result) x -= shift;
-  return result;
-}
-
-TokenId likeliest(std::span<const float> logits) {
-  return static_cast<TokenId>(std::max_element(logits.begin(), logits.end()) - logits.begin());
-}
-
-double divergence(const std::vector<float>& dense, const std::vector<float>& other) {
-  double sum = 0.0;
-  for (std::size_t i = 0; i < dense.size(); ++i) {
-    const auto p = static_cast<double>(dense[i]);
-    sum += std::exp(p) * (p - static_cast<double>(other[i]));
-  }
-  return std::max(sum, 0.0);  // rounding may leave a sum below 0
-}
 
 // One pass through a probe.
 class Reading {
