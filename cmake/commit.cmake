@@ -1,4 +1,4 @@
-# Writes a source file that says of which commit the sources are, if they are in a git checkout:
+# Writes a source file that names the commit of the sources, if they are in a git checkout:
 #   cmake -DSOURCE=DIR -DOUT=FILE -P commit.cmake
 # The file is only touched when the commit changes, so that nothing is compiled again.
 set(commit "")

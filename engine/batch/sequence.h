@@ -69,7 +69,7 @@ class Sequence {
 
   // Returns true if its steps may have drafts, which are looked up in its tokens.
   bool takes_drafts() const { return !wants_logits(); }
-  // Appends the last token and up to `most` drafts, and takes what is drawn. Returns as take()
+  // Appends the last token and up to `most` drafts, and takes the draws. Returns as take()
   // does.
   std::optional<FinishReason> decode_drafts(int most, Meter& meter);
 

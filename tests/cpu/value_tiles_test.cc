@@ -319,7 +319,7 @@ TEST_P(ValueTilesTest, AreTheSameBitByBitAsTheReferences) {
   }
 }
 
-// Values without a range are held exactly; a channel with one huge value has nothing but numbers,
+// Values without a range are held exactly; a channel with one huge value has only numbers,
 // and leaves the others alone.
 TEST_P(ValueTilesTest, TakeValuesWithoutARangeAndHugeOnes) {
   for (const int bits : {1, 2, 3, 4}) {

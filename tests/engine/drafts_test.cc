@@ -53,7 +53,7 @@ SessionOptions options_for(const Engine& engine, std::int64_t context, const std
   return options;
 }
 
-// Drafts of which the first `good` are right; `known` are the tokens to come.
+// Drafts whose first `good` are right; `known` are the tokens to come.
 std::vector<TokenId> drafts_of(std::span<const TokenId> known, std::size_t good, Random& random) {
   std::vector<TokenId> drafts = random_tokens(random, kDrafts);
   for (std::size_t i = 0; i < std::min({good, known.size(), drafts.size()}); ++i) {

@@ -458,7 +458,7 @@ class World {
     });
   }
 
-  // Drafts of which the first is right if the step before it was taken back.
+  // Drafts whose first is right if the step before it was taken back.
   void decode_drafts(Live& live) {
     if (!can_decode(live) || options_.decode_batch == 1 || remembers_any()) return;
     const Sampler greedy{SamplingParams()};
