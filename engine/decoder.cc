@@ -155,7 +155,7 @@ void Decoder::project(int layer, const Matrix& x, const Positions& positions) {
   rotate(a_.qkv, weights, x.rows, positions);
 }
 
-// Only the norm reads x, which the layer before goes on to change; all else runs beside that layer.
+// The norm reads x before the previous layer changes it; the rest runs beside that layer.
 template <class Step>
 void Decoder::begin_early(int layer, Early at, const Matrix& x, const Positions& positions,
                           Step& step) {

@@ -30,8 +30,8 @@ class Speculation {
   explicit Speculation(const SpeculationFlags& flags) : flags_(&flags) {}
 
   // Plans and loads the draft model, if there is one, for sessions of `context` tokens of `engine`.
-  // Then opens `engine` anew under what is left of caps and of a GPU. Throws Error{usage} for a
-  // model with another vocabulary, Error{memory} if it does not fit.
+  // Then reopens `engine` with the memory that the draft model leaves of the caps and of a GPU.
+  // Throws Error{usage} for a model with another vocabulary, Error{memory} if it does not fit.
   void open(const ModelFlags& model, std::int64_t context, bool quiet, EngineConfig& config,
             Engine& engine);
   // Makes answers take drafts.

@@ -39,10 +39,10 @@ class KeyIndex {
                 const PagedRows& rows);
   // Copies a sequence's sums of values and the scorers' notes to another sequence.
   void copy_values(std::int32_t from, std::int32_t to);
-  // Keeps a sequence's sums of values as they are, in place of those kept before. False: there is
-  // no room, because steps have one token.
+  // Copies a sequence's sums of values for restore_sums(), over the copy before. Returns false if
+  // there is no room for a copy, because steps have one token.
   bool keep_sums(std::int32_t sequence);
-  // Sets a sequence's sums in a layer to those kept.
+  // Sets a sequence's sums in a layer to the copy.
   void restore_sums(int layer, std::int32_t sequence);
   // Copies a tile in every layer.
   void copy_tile(std::int32_t from, std::int32_t to);
