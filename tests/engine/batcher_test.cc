@@ -7,6 +7,7 @@
 #include <chrono>
 #include <cmath>
 #include <cstdlib>
+#include <future>
 #include <limits>
 #include <stdexcept>
 #include <string>
@@ -268,8 +269,12 @@ TEST_F(BatcherTest, SaysEarlyThatThereIsNoRoom) {
   small.cached = 0;
   small.tokens = 256;  // eight blocks
   Batcher batcher(engine_, small);
+  // Answers wait, so that none has ended, and freed its room, when the next is submitted.
+  std::promise<void> go_on;
+  const auto wait = [go = go_on.get_future().share()](auto&&...) { go.wait(); };
   Request impatient = request(400, 300);
   impatient.waits = false;
+  impatient.rules.mask = wait;
   Stream stream = batcher.submit(impatient);
   expect_error(ErrorCode::memory, "tokens are free", [&] {
     Request second = request(400, 300);
@@ -277,12 +282,15 @@ TEST_F(BatcherTest, SaysEarlyThatThereIsNoRoom) {
     second.waits = false;
     batcher.submit(second);
   });
-  read_all(stream);
   small.queued = 0;
   small.running = 1;
   Batcher narrow(engine_, small);
-  Stream running = narrow.submit(request(10, 600));
+  Request endless = request(10, 600);
+  endless.rules.mask = wait;
+  Stream running = narrow.submit(endless);
   expect_error(ErrorCode::memory, "wait already", [&] { narrow.submit(request(10, 10)); });
+  go_on.set_value();
+  read_all(stream);
   EXPECT_EQ(narrow.stats().refused, 1u);
 }
 
