@@ -108,7 +108,7 @@ void ModelFlags::add_to(CLI::App& app) {
   app.add_option(
          "--weights", weights,
          "bits of weights, coded while loading: int8 (9 bits with scales) or int4 (4.5, but "
-         "Q, K and V in int8); auto: as the checkpoint has them. Not on a GPU")
+         "Q, K and V in int8); auto: as the checkpoint has them")
       ->check(CLI::IsMember({"auto", "int8", "int4"}))
       ->capture_default_str();
   add_integer(app, "--threads", threads, "threads, 0 for one per core, within the CPU quota")
