@@ -5,6 +5,7 @@
 #include <optional>
 #include <string>
 
+#include "engine/planning/tables.h"
 #include "lib/bytes.h"
 #include "lib/text.h"
 #include "sluice/errors.h"
@@ -90,6 +91,8 @@ PlanWish wish_of(const PlanFlags& flags) {
   PlanWish wish;
   wish.model = flags.model;
   wish.shape = flags.shape;
+  // Refused before what is missing beside it.
+  if (!flags.shape.empty()) planning::find_shape(flags.shape);
   wish.context = parse_context(flags.context);
   if (!flags.machine.empty()) wish.machine = machine_of(flags.machine);
   wish.device = device_of(flags);

@@ -100,6 +100,7 @@ class Plans(unittest.TestCase):
             (2, "--context must be 1", (*shape, "--context", "0")),
             (2, "--context must be 1", (*shape, "--context", "9999999999")),
             (2, "'nope' is not known", ("--shape", "nope", "--machine", "h200", "--context", "1K")),
+            (2, "'nope' is not known", ("--shape", "nope", "--context", "1K")),
             (2, "'h300' is not known", ("--shape", "llama3-8b", "--machine", "h300", "--context", "1K")),
             (3, "gone.json", ("--shape", "llama3-8b", "--machine", "gone.json", "--context", "1K")),
             (2, "'24XB' is not a byte count", (*shape, "--context", "1K", "--device-memory", "24XB")),
