@@ -25,14 +25,15 @@ std::string json_kind(const nlohmann::json& value) {
   return value.is_array() || value.is_object() ? std::string("an ") + value.type_name()
                                                : std::string("a ") + value.type_name();
 }
+
 JsonObject::JsonObject(const nlohmann::json& value, const std::filesystem::path& file,
-                       std::string prefix)
-    : value_(&value), file_(&file), prefix_(std::move(prefix)) {
+                       std::string prefix, std::string remedy)
+    : value_(&value), file_(&file), prefix_(std::move(prefix)), remedy_(std::move(remedy)) {
   if (!value.is_object()) {
     const std::string name =
         prefix_.empty() ? "the document" : prefix_.substr(0, prefix_.size() - 1);
     throw Error(ErrorCode::corrupt, file.string() + ": " + name + " is " + json_kind(value) +
-                                        ", not an object; download it again");
+                                        ", not an object; " + remedy_);
   }
 }
 
@@ -49,7 +50,7 @@ const nlohmann::json& JsonObject::value(const char* key) const {
 }
 
 JsonObject JsonObject::object(const char* key) const {
-  return {value(key), *file_, prefix_ + key + "."};
+  return {value(key), *file_, prefix_ + key + ".", remedy_};
 }
 
 std::int64_t JsonObject::integer(const char* key, std::int64_t least, std::int64_t most,
@@ -96,8 +97,8 @@ std::string JsonObject::string(const char* key, std::optional<std::string> fallb
 }
 
 void JsonObject::corrupt(const std::string& key, const std::string& what) const {
-  throw Error(ErrorCode::corrupt, file_->string() + ": " + prefix_ + key + " " + what +
-                                      "; download the file again or correct it");
+  throw Error(ErrorCode::corrupt,
+              file_->string() + ": " + prefix_ + key + " " + what + "; " + remedy_);
 }
 
 void JsonObject::unsupported(const std::string& key, const std::string& what) const {

@@ -19,9 +19,10 @@ std::string json_kind(const nlohmann::json& value);
 // that is null counts as missing.
 class JsonObject {
  public:
-  // Throws Error{corrupt} if `value` is not an object. Messages put `prefix` before every key.
+  // Throws Error{corrupt} if `value` is not an object. Messages put `prefix` before every key and
+  // end with `remedy`, what to do about a file that is corrupt.
   JsonObject(const nlohmann::json& value, const std::filesystem::path& file,
-             std::string prefix = {});
+             std::string prefix = {}, std::string remedy = "download the file again or correct it");
 
   bool contains(const char* key) const;  // perhaps as null
   bool has(const char* key) const;       // and not null
@@ -35,7 +36,7 @@ class JsonObject {
   bool boolean(const char* key, bool fallback) const;
   std::string string(const char* key, std::optional<std::string> fallback = {}) const;
 
-  // "<file>: <key> <what>; <what to do>"
+  // "<file>: <key> <what>; <remedy>"
   [[noreturn]] void corrupt(const std::string& key, const std::string& what) const;
   [[noreturn]] void unsupported(const std::string& key, const std::string& what) const;
 
@@ -43,6 +44,7 @@ class JsonObject {
   const nlohmann::json* value_;
   const std::filesystem::path* file_;
   std::string prefix_;
+  std::string remedy_;
 };
 
 }  // namespace sluice

@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 #include <utility>
 
+#include "engine/json_object.h"
 #include "io/checksum.h"
 #include "io/json.h"
 #include "lib/bytes.h"
@@ -94,62 +95,37 @@ struct Manifest {
   std::string sums;
 };
 
-class ManifestReader {
- public:
-  explicit ManifestReader(const SavedDirectory& directory)
-      : path_(directory.manifest_path()),
-        json_(parse_json(directory.read_manifest(), path_, kRemedy)) {}
-
-  Manifest read() const {
-    const auto format = json_.is_object() ? json_.find("format") : json_.end();
-    if (format == json_.end() || *format != nlohmann::json(kFormat)) {
-      throw Error(ErrorCode::corrupt,
-                  path_.string() + ": is not the manifest of a saved session; check the path");
-    }
-    Manifest m;
-    m.version = number("version");
-    if (m.version != static_cast<std::int64_t>(kVersion1)) {
-      throw Error(ErrorCode::unsupported, path_.string() + ": the session has format version " +
-                                              std::to_string(m.version) + "; sluice " + kVersion +
-                                              " reads version 1");
-    }
-    m.model = text("model");
-    m.layers = number("layers");
-    m.kv_heads = number("kv_heads");
-    m.head_dim = number("head_dim");
-    m.rows = text("rows");
-    m.row_bytes = number("row_bytes");
-    m.tokens = number("tokens");
-    m.file = text("file");
-    m.bytes = number("bytes");
-    m.sums = text("sums");
-    return m;
+Manifest read_manifest(const SavedDirectory& directory) {
+  const std::filesystem::path path = directory.manifest_path();
+  const nlohmann::json json = parse_json(directory.read_manifest(), path, kRemedy);
+  const auto format = json.is_object() ? json.find("format") : json.end();
+  if (format == json.end() || *format != nlohmann::json(kFormat)) {
+    throw Error(ErrorCode::corrupt,
+                path.string() + ": is not the manifest of a saved session; check the path");
   }
-
- private:
-  const nlohmann::json& member(const char* name) const {
-    const auto found = json_.find(name);
-    if (found == json_.end()) refuse(name, "is missing");
-    return *found;
+  const JsonObject object(json, path, {}, kRemedy);
+  const auto number = [&](const char* key) {
+    return object.integer(key, 0, std::int64_t{1} << 62);
+  };
+  Manifest m;
+  m.version = number("version");
+  if (m.version != static_cast<std::int64_t>(kVersion1)) {
+    throw Error(ErrorCode::unsupported, path.string() + ": the session has format version " +
+                                            std::to_string(m.version) + "; sluice " + kVersion +
+                                            " reads version 1");
   }
-  std::int64_t number(const char* name) const {
-    const nlohmann::json& value = member(name);
-    const bool fits = value.is_number_unsigned() && value.get<std::uint64_t>() <= (1ULL << 62);
-    if (!fits) refuse(name, "is not a number that it can be");
-    return value.get<std::int64_t>();
-  }
-  std::string text(const char* name) const {
-    const nlohmann::json& value = member(name);
-    if (!value.is_string()) refuse(name, "is not a string");
-    return value.get<std::string>();
-  }
-  [[noreturn]] void refuse(const char* name, const std::string& what) const {
-    throw Error(ErrorCode::corrupt, path_.string() + ": `" + name + "` " + what + "; " + kRemedy);
-  }
-
-  std::filesystem::path path_;
-  nlohmann::json json_;
-};
+  m.model = object.string("model");
+  m.layers = number("layers");
+  m.kv_heads = number("kv_heads");
+  m.head_dim = number("head_dim");
+  m.rows = object.string("rows");
+  m.row_bytes = number("row_bytes");
+  m.tokens = number("tokens");
+  m.file = object.string("file");
+  m.bytes = number("bytes");
+  m.sums = object.string("sums");
+  return m;
+}
 
 std::string manifest_text(const SavedKind& kind, std::int64_t tokens, const DataFile& file,
                           std::uint64_t sums) {
@@ -203,7 +179,7 @@ void require_layout(const Manifest& manifest, const SavedKind& kind,
 // Throws unless a session of this kind may take the place of what the directory holds.
 void require_replaceable(const SavedDirectory& directory, const SavedKind& kind) {
   if (!directory.has_manifest()) return;
-  require_model(ManifestReader(directory).read(), kind, directory.manifest_path());
+  require_model(read_manifest(directory), kind, directory.manifest_path());
 }
 
 SavedDirectory open_to_save(const std::filesystem::path& path, const SavedKind& kind) {
@@ -325,7 +301,7 @@ void SessionWriter::require_savable(const std::filesystem::path& directory, cons
 
 SessionReader::SessionReader(const std::filesystem::path& directory, const SavedKind& kind)
     : directory_(SavedDirectory::open_to_load(directory)), kind_(kind) {
-  const Manifest manifest = ManifestReader(directory_).read();
+  const Manifest manifest = read_manifest(directory_);
   const std::filesystem::path path = directory_.manifest_path();
   require_model(manifest, kind, path);
   require_layout(manifest, kind, path);

@@ -101,7 +101,7 @@ void check_policy(const JsonObject& file, const std::string& line) {
 
 PlanSettings read_plan(const std::filesystem::path& path) {
   const Json json = read_json_file(path, kMaxBytes);
-  const JsonObject file(json, path);
+  const JsonObject file(json, path, {}, "make the plan again or correct it");
   require_known(file, json, kFields);
   file.integer("sluice_plan", kVersion, kVersion);
   PlanSettings plan;
