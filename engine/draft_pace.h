@@ -23,13 +23,10 @@ class DraftPace {
   // A step of this kind of drafts. `drafted` 0: drafts were not wanted, see next().
   void note(int kind, int drafted, int accepted);
 
-  // The share of drafts that are accepted, weighing later ones more.
-  double rate(int kind) const { return kinds_.at(static_cast<std::size_t>(kind)).rate; }
-
  private:
   struct Kind {
-    double rate = 0.5;
-    int skipped = 0;  // steps since the last with a draft
+    double rate = 0.5;  // the share of drafts that are accepted, weighing later ones more
+    int skipped = 0;    // steps since the last with a draft
   };
 
   int best(double rate, double cost) const;

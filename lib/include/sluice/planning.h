@@ -78,7 +78,7 @@ struct PlanWish {
   std::optional<std::uint64_t> host_memory = std::nullopt;
   std::optional<DiskConfig> disk = std::nullopt;
   // Most KL divergence of everything that is chosen, weights included unless `weights` is set.
-  // Unset: kUsualLoss for all but weights, which take as few bits as they have to.
+  // Unset: kUsualLoss for all but weights, which lose bits only where they have to.
   std::optional<double> loss = std::nullopt;
   // Settings that are not chosen but given.
   std::optional<WeightFormat> weights = std::nullopt;
