@@ -49,17 +49,15 @@ struct EngineConfig {
   int chunk = 0;
   // Of the rows, a DType or a RowCode. int8: 8 bits for a channel of a key or value, half the bytes
   // of bf16 in every tier and on the bus; sluice/row_code.h has the error. It needs a head_dim that
-  // is a multiple of 16, and a device other than a GPU, else Engine::open() throws
-  // Error{unsupported}.
+  // is a multiple of 16, else Engine::open() throws Error{unsupported}.
   RowFormat kv_dtype = DType::bf16;
   // The dtype of matrix products. Unset: on a CPU bf16 for a bf16 checkpoint if the processor is
   // fast at it, else f32, which is exact; on a GPU the checkpoint's dtype.
   std::optional<DType> compute;
   // The code of matrices, int8 (9 bits per weight) or int4 (4.5, but Q, K and V in int8), made from
-  // the checkpoint's elements while loading; norms and biases stay f32. Unset: elements. On a GPU
-  // only elements, else Engine::open() throws Error{unsupported}, as it does if a matrix has inputs
-  // that groups of 32 do not divide.
-  // A format of plain elements throws Error{usage}.
+  // the checkpoint's elements while loading; norms and biases stay f32. Unset: elements. A matrix
+  // with inputs that groups of 32 do not divide throws Error{unsupported} in Engine::open(), and a
+  // format of plain elements Error{usage}.
   std::optional<WeightFormat> weights;
   // Caps in bytes on all sessions together. The device cap is the size of the device tier; on a
   // GPU it also covers weights and activations. Without it the CPU attends rows in host memory,
