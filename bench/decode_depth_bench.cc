@@ -3,7 +3,8 @@
 // --sequences N a step decodes one token of each of N sequences, which start at different offsets
 // of the book and have 1/N, 2/N ... N/N of the depth.
 //
-//   decode_depth_bench [--model DIR] [--device cuda] [--device-memory BYTES] [--row-cache BYTES]
+//   decode_depth_bench [--model DIR] [--weights int8|int4] [--kv-dtype int8] [--device cuda]
+//                      [--device-memory BYTES] [--host-memory BYTES] [--row-cache BYTES]
 //                      [--tokens N...] [--sequences N] [--policy LINE...] [--chunk N]
 //                      [--warm-up STEPS] [--benchmark_out=FILE ...]
 //
@@ -33,7 +34,10 @@ struct Settings {
   std::filesystem::path model = std::filesystem::path(SLUICE_SOURCE_DIR) / "models/sluice-22m";
   std::filesystem::path text = std::filesystem::path(SLUICE_SOURCE_DIR) / "data/war-and-peace.txt";
   std::string device = "cpu";
+  std::optional<WeightFormat> weights;
+  RowFormat kv_dtype = DType::bf16;
   std::optional<std::uint64_t> device_memory;
+  std::optional<std::uint64_t> host_memory;
   std::optional<std::uint64_t> row_cache;
   int chunk = 0;
   int sequences = 1;
@@ -81,7 +85,10 @@ Library open(const Settings& settings) {
   EngineConfig config;
   config.model = settings.model;
   config.device = settings.device;
+  config.weights = settings.weights;
+  config.kv_dtype = settings.kv_dtype;
   config.device_memory = settings.device_memory;
+  config.host_memory = settings.host_memory;
   config.row_cache = settings.row_cache;
   config.chunk = settings.chunk;
   Library library{Engine::open(config), {}};
@@ -204,7 +211,19 @@ int run(int argc, char** argv) {
   app.add_option("-m,--model", settings.model);
   app.add_option("--text", settings.text);
   app.add_option("--device", settings.device);
+  app.add_option_function<std::string>("--weights",
+                                       [&settings](const std::string& name) {
+                                         settings.weights =
+                                             name == "int8" ? WeightCode::int8 : WeightCode::int4;
+                                       })
+      ->check(CLI::IsMember({"int8", "int4"}));
+  app.add_option_function<std::string>("--kv-dtype",
+                                       [&settings](const std::string& name) {
+                                         if (name == "int8") settings.kv_dtype = RowCode::int8;
+                                       })
+      ->check(CLI::IsMember({"bf16", "int8"}));
   app.add_option("--device-memory", settings.device_memory)->transform(CLI::AsSizeValue(false));
+  app.add_option("--host-memory", settings.host_memory)->transform(CLI::AsSizeValue(false));
   app.add_option("--row-cache", settings.row_cache)->transform(CLI::AsSizeValue(false));
   app.add_option("--chunk", settings.chunk);
   app.add_option("--sequences", settings.sequences)->check(CLI::Range(1, 64));
