@@ -258,6 +258,21 @@ def of_prompts(twelve: Path) -> list[Measured]:
     return measured
 
 
+def of_million() -> list[Measured]:
+    run = read("million_8b_h200.json")
+    command = shlex.split(run["command"].split("; ")[1])
+    timings = run["timings"]
+    plan = ["--machine", "h200"]
+    for name in ("--context", "--weights", "--kv-dtype", "--policy", "--chunk", "--device-memory",
+                 "--host-memory"):  # fmt: skip
+        plan += [name, flag(command, name)]
+    name = f"H200, {run['plan']['context']:,} tokens, int4, rows in int8, `compact prefill=pages(0.9)`"
+    return [
+        Measured(name, "million_8b_h200.json", 1e3 * timings["seconds_per_output_token"],
+                 timings["prefill_seconds"], plan)
+    ]  # fmt: skip
+
+
 def error(predicted: float, measured: float) -> str:
     return f"{100 * (predicted / measured - 1):+.0f} %"
 
@@ -273,7 +288,7 @@ def compared(sluice: Sluice) -> list[str]:
                   "vocab_size": 128256, "max_position_embeddings": 8192}  # fmt: skip
         twelve = Path(folder) / "config.json"
         twelve.write_text(json.dumps(config), encoding="utf-8")
-        for measured in (*of_disk(), *of_steps(), *of_prompts(twelve)):
+        for measured in (*of_disk(), *of_steps(), *of_prompts(twelve), *of_million()):
             shape = [] if "--shape" in measured.plan else ["--shape", "llama3-8b"]
             plan, why = sluice.plan(*shape, *measured.plan)
             if plan is None:
