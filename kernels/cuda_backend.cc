@@ -83,9 +83,7 @@ BackendInfo describe(const CudaOptions& options, const DeviceLimits& limits) {
   info.most_query_heads = kMostHeads;
   info.reads = {kTilePages, kMaxQueries, kBunch};
   info.processor = Processor::cuda;
-  for (const int head_dim : {32, 64, 80, 96, 128, 256}) {
-    if (attend_decode_fits(head_dim, limits)) info.head_dims.push_back(head_dim);
-  }
+  info.head_dims.assign(gpu::kHeadDims.begin(), gpu::kHeadDims.end());
   info.f32_rows = false;
   info.memory_bytes = limits.memory_bytes;
   info.memory_rate = memory_rate(options.ordinal);

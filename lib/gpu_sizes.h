@@ -4,6 +4,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -12,6 +13,13 @@
 #include "lib/sample_token.h"
 
 namespace sluice::gpu {
+
+// Head dimensions that attention has kernels for.
+inline constexpr std::array kHeadDims = {32, 64, 80, 96, 128, 256};
+
+// Shared memory that every supported GPU gives a block: 8.6, 8.9 and 12.0 give no more. Whatever
+// runs on a GPU with more has to run with this.
+inline constexpr int kLeastSharedBytes = 99 << 10;
 
 // Left to the driver and to cuBLAS if no cap is given.
 inline constexpr std::uint64_t kReserve = std::uint64_t{512} << 20;

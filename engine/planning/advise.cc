@@ -190,7 +190,6 @@ class Chooser {
 
   PlannedGpu planned(const Machine& machine) const {
     PlannedGpu gpu;
-    gpu.capability = machine.capability;
     gpu.memory_bytes = machine.device_memory;
     gpu.memory_rate = machine.memory_rate;
     gpu.bus_rate = machine.bus_rate;

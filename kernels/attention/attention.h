@@ -49,9 +49,6 @@ void attend_prefill(const AttendParams& params, const Launch& launch);
 // an mma. Rows are read once for every kBunch query heads of a KV head.
 inline constexpr int kBunch = 8;
 
-// Returns true if the device has enough shared memory for rows of this head_dim.
-bool attend_decode_fits(int head_dim, const DeviceLimits& device);
-
 // Queries and softmax weights enter as sums of two numbers of the rows' dtype, in bf16 exact to
 // 2^-17 of their size; codes of rows are exact in bf16, their scales multiply logits and weights.
 // Rows are read in place, from mapped host memory too; arenas are not used. Launches depend on

@@ -18,6 +18,7 @@
 #include "kernels/runtime/dispatch.h"
 #include "kernels/runtime/early_launch.cuh"
 #include "lib/check.h"
+#include "lib/gpu_sizes.h"
 
 namespace sluice::cuda {
 namespace {
@@ -43,15 +44,15 @@ __device__ void keep_rows(const DecodeKernelParams& p, int kv_head, const std::b
 
 // Runs in the warps that work on rows.
 template <typename Shape>
-__device__ void consume(const DecodeKernelParams& p, const DecodeWork& work,
+__device__ void consume(const DecodeKernelParams& p, const DecodeWork<Shape>& work,
                         DecodeRing<Shape> ring) {
-  using Block = DecodeBlock<Shape::kHeadDim>;
+  using Block = DecodeBlock<Shape>;
   static_assert(sizeof(Block) <= Shape::kStageBytes);
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
   const auto bunch = static_cast<int>(blockIdx.y);
   const int queries = min(kBunch, p.group - bunch * kBunch);
   typename DecodeRing<Shape>::Turn turn;
-  for (DecodeSegment s = work.first(); s.exists(); s = work.after(s)) {
+  for (DecodeSegment<Shape> s = work.first(); s.exists(); s = work.after(s)) {
     const std::byte* rows = ring.take();
     DecodeWarp<Shape> state(reinterpret_cast<const float*>(rows + Shape::kTileBytes), queries);
     for (int tile = s.first;; rows = ring.take()) {
@@ -63,7 +64,7 @@ __device__ void consume(const DecodeKernelParams& p, const DecodeWork& work,
       ring.release();
     }
     // The warps' results overwrite the last tile.
-    sync_decode_warps();
+    sync_decode_warps<Shape>();
     auto& block = *reinterpret_cast<Block*>(ring.stage());
     state.store(block.out[warp][0], block.kStride, block.highest[warp], block.sum[warp], queries);
     ring.hand_over(turn);
@@ -73,14 +74,15 @@ __device__ void consume(const DecodeKernelParams& p, const DecodeWork& work,
 
 // Runs in the warps that combine and write the others' results.
 template <typename Shape>
-__device__ void finish(const DecodeKernelParams& p, const DecodeWork& work,
+__device__ void finish(const DecodeKernelParams& p, const DecodeWork<Shape>& work,
                        const DecodeRing<Shape>& ring) {
   const auto bunch = static_cast<int>(blockIdx.y);
   const bool reports = counts_resident(p) && threadIdx.x / kWarp == Shape::kFirstFinishWarp;
   typename DecodeRing<Shape>::Turn turn;
-  for (DecodeSegment s = work.first(); s.exists(); s = work.after(s), turn = ring.after(turn)) {
+  for (DecodeSegment<Shape> s = work.first(); s.exists();
+       s = work.after(s), turn = ring.after(turn)) {
     const DecodeSharers sharers = work.sharers_of(s);
-    const auto& block = *reinterpret_cast<DecodeBlock<Shape::kHeadDim>*>(ring.take_found(turn));
+    const auto& block = *reinterpret_cast<DecodeBlock<Shape>*>(ring.take_found(turn));
     const int resident = reports ? ring.take_resident(turn) : 0;
     finish_segment(p, s, bunch, sharers, block, reports, resident);
     ring.release_found(turn);
@@ -106,7 +108,8 @@ __global__ __launch_bounds__(Shape::kThreads) void decode_kernel(
   __shared__ DecodeLookups<Shape> lookups;
   const Ring ring(shared, p.stages, barriers);
   if (threadIdx.x == 0) ring.init();
-  DecodeWork work(p, reinterpret_cast<std::int32_t*>(shared + p.stages * Shape::kStageBytes));
+  DecodeWork<Shape> work(p,
+                         reinterpret_cast<std::int32_t*>(shared + p.stages * Shape::kStageBytes));
   if (p.selects()) {
     prefetch_page_tables(p);
     wait_for_kernel_before();
@@ -114,7 +117,7 @@ __global__ __launch_bounds__(Shape::kThreads) void decode_kernel(
   work.divide();
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
   // Warps that read or write memory wait for the preceding kernel, unless they did so above.
-  if (warp < kDecodeWarps) {
+  if (warp < Shape::kDecodeWarps) {
     consume(p, work, ring);
   } else if (warp < Shape::kFirstFinishWarp) {
     if (p.selects()) {
@@ -134,14 +137,20 @@ template <typename Shape>
 constexpr int kDeclaredBytes = sizeof(typename DecodeRing<Shape>::Barriers) +
                                sizeof(DecodeLookups<Shape>) + 512;
 
-// Shared memory that a launch may use besides its declared memory and stages.
+// Shared memory, of `shared` per block, that a launch may use besides its declared memory and
+// stages.
 template <typename Shape>
-std::int64_t room_of(const DeviceLimits& device, int stages) {
-  return std::int64_t{device.shared_bytes} - kDeclaredBytes<Shape> -
-         std::int64_t{stages} * Shape::kStageBytes;
+constexpr std::int64_t room_of(std::int64_t shared, int stages) {
+  return shared - kDeclaredBytes<Shape> - std::int64_t{stages} * Shape::kStageBytes;
 }
 
-// What a launch needs for the most rows that a head may have.
+// True if a ring of two stages fits beside the data of one token of several hundred KV heads.
+template <typename Shape>
+constexpr bool fits(std::int64_t shared) {
+  return room_of<Shape>(shared, 2) >= 6 << 10;
+}
+
+// What a launch needs.
 struct DecodeSize {
   std::int64_t head_tiles = 1;   // per head, at most
   std::int64_t token_bytes = 0;  // of shared memory per token, beside the stages
@@ -164,9 +173,8 @@ std::int64_t tokens_at_once(const DecodeKernelParams& p, const Launch& launch,
                                   Launch::kHalfCounters / (bunches * p.kv_heads),
                                   kMostTiles / (size.head_tiles * p.kv_heads)});
   if (size.token_bytes > 0) {
-    const std::int64_t room = room_of<Shape>(*launch.device, p.stages);
-    const auto beside = static_cast<std::int64_t>(DecodeWork::kBytesBeside);
-    tokens = std::min(tokens, (room - beside) / size.token_bytes);
+    const std::int64_t room = room_of<Shape>(launch.device->shared_bytes, p.stages);
+    tokens = std::min(tokens, (room - kDecodeBytesBeside) / size.token_bytes);
   }
   check(tokens > 0, "decode attention: too many KV heads");
   return tokens;
@@ -212,25 +220,40 @@ void launch_stages(const DecodeKernelParams& all, const Launch& launch, const De
     const std::int64_t partials = std::int64_t{bunches} * (p.workers + p.heads);
     p.partial_lse = reinterpret_cast<float2*>(p.partials + partials * kBunch * kHeadDim);
     p.partial_resident = reinterpret_cast<std::int32_t*>(p.partial_lse + partials * kBunch);
-    const std::size_t beside =
-        size.token_bytes > 0
-            ? DecodeWork::kBytesBeside + static_cast<std::size_t>(p.count * size.token_bytes)
-            : 0;
-    const auto bytes = static_cast<std::size_t>(p.stages * Shape::kStageBytes);
+    const std::int64_t beside =
+        size.token_bytes > 0 ? kDecodeBytesBeside + p.count * size.token_bytes : 0;
+    const auto bytes = static_cast<std::size_t>(p.stages * Shape::kStageBytes + beside);
     launch_early("decode attention", kernel,
                  dim3(static_cast<unsigned>(p.workers), static_cast<unsigned>(bunches)),
-                 Shape::kThreads, bytes + beside, launch, p);
+                 Shape::kThreads, bytes, launch, p);
   }
 }
 
-// Chooses as many stages as fit in shared memory beside the data of all tokens.
+// Chooses as many stages as fit in shared memory beside the data of all tokens. `rows`: of a head,
+// at most.
 template <typename Shape>
-void launch_shape(DecodeKernelParams p, const Launch& launch, const DecodeSize& size) {
-  const auto wanted =
-      static_cast<std::int64_t>(DecodeWork::kBytesBeside) + p.count * size.token_bytes;
+void launch_shape(DecodeKernelParams p, const Launch& launch, std::int64_t rows) {
+  DecodeSize size;
+  size.head_tiles = (rows - 1) / Shape::kTileRows + 1;
+  const bool differ = p.selects() || p.count > 1;
+  if (differ) size.token_bytes = decode_token_bytes(p.kv_heads);
+  const std::int64_t wanted = kDecodeBytesBeside + p.count * size.token_bytes;
   p.stages = DecodeRing<Shape>::kMostStages;
-  while (p.stages > 2 && room_of<Shape>(*launch.device, p.stages) < wanted) --p.stages;
+  while (p.stages > 2 && room_of<Shape>(launch.device->shared_bytes, p.stages) < wanted) --p.stages;
   launch_stages<Shape>(p, launch, size);
+}
+
+// Chooses the most warps, and with them rows of a tile, of which two stages fit: always 4, except
+// for rows of 1 KiB where a block has 99 KiB.
+template <typename T, int kHeadDim, int kWarps = 4>
+void launch_fitting(const DecodeKernelParams& p, const Launch& launch, std::int64_t rows) {
+  using Shape = DecodeShape<T, kHeadDim, kWarps>;
+  if constexpr (!fits<Shape>(gpu::kLeastSharedBytes)) {
+    if (!fits<Shape>(launch.device->shared_bytes)) {
+      return launch_fitting<T, kHeadDim, kWarps / 2>(p, launch, rows);
+    }
+  }
+  launch_shape<Shape>(p, launch, rows);
 }
 
 // Kernel parameters common to AttendBatchParams and AttendSelectedParams.
@@ -261,29 +284,14 @@ DecodeKernelParams common_params(const Params& a, const Launch& launch) {
 // Launches decode for heads of at most `rows` rows.
 void run(const DecodeKernelParams& p, const KvShape& shape, const Launch& launch,
          std::int64_t rows) {
-  DecodeSize size;
-  size.head_tiles = (rows - 1) / kTileRows + 1;
-  const bool differ = p.selects() || p.count > 1;
-  if (differ) size.token_bytes = static_cast<std::int64_t>(DecodeWork::token_bytes(p.kv_heads));
   dispatch_rows(shape.rows, [&](auto element) {
     dispatch_head_dim(shape.head_dim, [&](auto head_dim) {
-      launch_shape<DecodeShape<decltype(element), head_dim()>>(p, launch, size);
+      launch_fitting<decltype(element), head_dim()>(p, launch, rows);
     });
   });
 }
 
 }  // namespace
-
-bool attend_decode_fits(int head_dim, const DeviceLimits& device) {
-  // One token has at most several hundred KV heads.
-  constexpr std::int64_t kBesideStages = 6 << 10;
-  bool fits = false;
-  dispatch_head_dim(head_dim, [&](auto constant) {
-    using Shape = DecodeShape<__nv_bfloat16, decltype(constant)::value>;
-    fits = room_of<Shape>(device, 2) >= kBesideStages;
-  });
-  return fits;
-}
 
 void attend_decode(const AttendBatchParams& a, const Launch& launch) {
   if (a.batch.count == 0) return;

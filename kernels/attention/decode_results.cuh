@@ -71,9 +71,8 @@ struct DecodeGiven {
 
 // Calls body(query) for the queries of a bunch that this finishing warp has. Loops that run once
 // are not unrolled, because fetching the instructions would take longer than executing them.
-template <int kHeadDim, typename Body>
+template <typename Shape, typename Body>
 __device__ void for_queries(int queries, const Body& body) {
-  using Shape = DecodeWarps<kHeadDim>;
   const int warp = static_cast<int>(threadIdx.x) / kWarp - Shape::kFirstFinishWarp;
 #pragma unroll 1
   for (int query = warp; query < queries; query += Shape::kFinishWarps) body(query);
@@ -81,10 +80,10 @@ __device__ void for_queries(int queries, const Body& body) {
 
 // Calls body(channel) for this lane's share of a query, four channels at a time. The first lane has
 // channel 0.
-template <int kHeadDim, typename Body>
+template <typename Shape, typename Body>
 __device__ void for_channels(const Body& body) {
 #pragma unroll 1
-  for (int channel = static_cast<int>(threadIdx.x) % kWarp * 4; channel < kHeadDim;
+  for (int channel = static_cast<int>(threadIdx.x) % kWarp * 4; channel < Shape::kHeadDim;
        channel += 4 * kWarp) {
     body(channel);
   }
@@ -92,16 +91,17 @@ __device__ void for_channels(const Body& body) {
 
 // Writes results of a bunch of queries. All finishing warps call it; result(query, channel) gives
 // each.
-template <int kHeadDim, typename Result>
-__device__ void write_results(const DecodeKernelParams& p, const DecodeSegment& s, int bunch,
+template <typename Shape, typename Result>
+__device__ void write_results(const DecodeKernelParams& p, const DecodeSegment<Shape>& s, int bunch,
                               int queries, const Result& result) {
+  constexpr int kHeadDim = Shape::kHeadDim;
   const std::int64_t first_query = static_cast<std::int64_t>(s.head) * p.group + bunch * kBunch;
   const float share = __fdividef(1.0f, static_cast<float>(s.token.position) + 1.0f);
-  for_queries<kHeadDim>(queries, [&](int query) {
+  for_queries<Shape>(queries, [&](int query) {
     const std::int64_t at = first_query + query;
     float lse = -INFINITY;
     float alpha = 0.0f;
-    for_channels<kHeadDim>([&](int channel) {
+    for_channels<Shape>([&](int channel) {
       const DecodeGiven given(p, at, std::int64_t{s.head} * kHeadDim + channel, share);
       const DecodeResult own = result(query, channel);
       lse = own.lse.x * kLn2;
@@ -118,22 +118,23 @@ __device__ void write_results(const DecodeKernelParams& p, const DecodeSegment& 
 }
 
 // The results of a block's warps for one segment.
-template <int kHeadDim>
+template <typename Shape>
 struct DecodeBlock {
+  static constexpr int kWarps = Shape::kDecodeWarps;
   // The warps' threads write four pairs of eight queries at a time: to different banks.
-  static constexpr int kStride = kHeadDim + 8;
-  float out[kDecodeWarps][kBunch][kStride];
-  float highest[kDecodeWarps][kBunch];
-  float2 sum[kDecodeWarps][kBunch];
+  static constexpr int kStride = Shape::kHeadDim + 8;
+  float out[kWarps][kBunch][kStride];
+  float highest[kWarps][kBunch];
+  float2 sum[kWarps][kBunch];
 
   __device__ DecodeResult operator()(int query, int channel) const {
     float top = -INFINITY;
 #pragma unroll
-    for (int w = 0; w < kDecodeWarps; ++w) top = fmaxf(top, highest[w][query]);
+    for (int w = 0; w < kWarps; ++w) top = fmaxf(top, highest[w][query]);
     float2 total = make_float2(0.0f, 0.0f);
     float4 value = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
-    for (int w = 0; w < kDecodeWarps; ++w) {
+    for (int w = 0; w < kWarps; ++w) {
       const float factor = weight_of(highest[w][query], top);
       total.x += factor * sum[w][query].x;
       total.y += factor * sum[w][query].y;
@@ -199,13 +200,13 @@ __device__ __forceinline__ std::int64_t slot_of(const DecodeKernelParams& p, int
   return static_cast<std::int64_t>(bunch) * (p.workers + p.heads) + worker + head;
 }
 
-template <int kHeadDim>
+template <typename Shape>
 __device__ void store_partial(const DecodeKernelParams& p, std::int64_t slot, int queries,
-                              const DecodeBlock<kHeadDim>& block) {
-  for_queries<kHeadDim>(queries, [&](int query) {
-    for_channels<kHeadDim>([&](int channel) {
+                              const DecodeBlock<Shape>& block) {
+  for_queries<Shape>(queries, [&](int query) {
+    for_channels<Shape>([&](int channel) {
       const DecodeResult own = block(query, channel);
-      auto* const to = p.partials + (slot * kBunch + query) * kHeadDim + channel;
+      auto* const to = p.partials + (slot * kBunch + query) * Shape::kHeadDim + channel;
       __stcg(reinterpret_cast<float4*>(to), own.value);
       if (channel == 0) p.partial_lse[slot * kBunch + query] = own.lse;
     });
@@ -213,15 +214,15 @@ __device__ void store_partial(const DecodeKernelParams& p, std::int64_t slot, in
 }
 
 // Counts this block's part of a head; true for the block that comes last, which sees all parts.
-template <int kHeadDim>
+template <typename Shape>
 __device__ __forceinline__ bool finish_part(std::uint32_t* finished, int sharers) {
   __shared__ bool is_last;
-  sync_finish_warps<kHeadDim>();
-  if (threadIdx.x == DecodeWarps<kHeadDim>::kFirstFinishWarp * kWarp) {
+  sync_finish_warps<Shape>();
+  if (threadIdx.x == Shape::kFirstFinishWarp * kWarp) {
     is_last = takes_last_ticket(finished, sharers);
     if (is_last) *finished = 0;
   }
-  sync_finish_warps<kHeadDim>();
+  sync_finish_warps<Shape>();
   return is_last;
 }
 
@@ -232,20 +233,21 @@ __device__ __forceinline__ void report_resident(const DecodeKernelParams& p, int
 
 // Writes the block's results for a segment: outputs, or a partial to merge. One warp `reports` how
 // many of its selected rows were on the device.
-template <int kHeadDim>
-__device__ void finish_segment(const DecodeKernelParams& p, const DecodeSegment& s, int bunch,
-                               const DecodeSharers& sharers, const DecodeBlock<kHeadDim>& block,
-                               bool reports, int resident) {
+template <typename Shape>
+__device__ void finish_segment(const DecodeKernelParams& p, const DecodeSegment<Shape>& s,
+                               int bunch, const DecodeSharers& sharers,
+                               const DecodeBlock<Shape>& block, bool reports, int resident) {
+  constexpr int kHeadDim = Shape::kHeadDim;
   const int queries = min(kBunch, p.group - bunch * kBunch);
   if (sharers.count == 1) {
     if (reports) report_resident(p, s.head, resident);
-    return write_results<kHeadDim>(p, s, bunch, queries, block);
+    return write_results<Shape>(p, s, bunch, queries, block);
   }
   const std::int64_t own = slot_of(p, bunch, static_cast<int>(blockIdx.x), s.head);
   store_partial(p, own, queries, block);
   if (reports && threadIdx.x % kWarp == 0) __stcg(p.partial_resident + own, resident);
   std::uint32_t* const finished = p.finished + static_cast<std::int64_t>(bunch) * p.heads + s.head;
-  if (!finish_part<kHeadDim>(finished, sharers.count)) return;
+  if (!finish_part<Shape>(finished, sharers.count)) return;
   const std::int64_t slot = slot_of(p, bunch, sharers.first, s.head);
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   // Loaded before the partials, used after them.
@@ -253,7 +255,7 @@ __device__ void finish_segment(const DecodeKernelParams& p, const DecodeSegment&
   int sum = adds ? __ldcg(p.partial_resident + slot + lane) : 0;
   const DecodeMerge<kHeadDim> merge{p.partials + slot * kBunch * kHeadDim,
                                     p.partial_lse + slot * kBunch, sharers.count};
-  write_results<kHeadDim>(p, s, bunch, queries, merge);
+  write_results<Shape>(p, s, bunch, queries, merge);
   if (!reports) return;
   for (int i = lane + kWarp; i < sharers.count; i += kWarp) {
     sum += __ldcg(p.partial_resident + slot + i);

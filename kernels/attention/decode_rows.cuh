@@ -26,7 +26,7 @@ class DecodeRing {
     int resident[kMostStages];  // selected rows of a segment that were on the device
     // The way of the row cache that each row of a tile is to be written into; negative: none. Only
     // if rows are placed.
-    std::int32_t ways[kMostStages][kTileRows];
+    std::int32_t ways[kMostStages][Shape::kTileRows];
   };
 
   // The stage of a tile or segment, and the phase of its barrier: one bit that flips whenever the
@@ -46,8 +46,8 @@ class DecodeRing {
     for (int i = 0; i < kMostStages; ++i) {
       if (i >= stages_) break;
       barrier_init(shared_address(&barriers_.full[i]), Shape::kFetchWarps * kWarp);
-      barrier_init(shared_address(&barriers_.empty[i]), kDecodeWarps);
-      barrier_init(shared_address(&barriers_.found[i]), kDecodeWarps * kWarp);
+      barrier_init(shared_address(&barriers_.empty[i]), Shape::kDecodeWarps);
+      barrier_init(shared_address(&barriers_.found[i]), Shape::kDecodeWarps * kWarp);
       barriers_.resident[i] = 0;
     }
     if constexpr (kBulkCopies) barrier_init_fence();
@@ -108,7 +108,7 @@ class DecodeRing {
     reuse_memory();
     __syncwarp();
     // The finishing warps together arrive kDecodeWarps times, like the warps that take tiles.
-    if (threadIdx.x % kWarp < kDecodeWarps / Shape::kFinishWarps) {
+    if (threadIdx.x % kWarp < Shape::kDecodeWarps / Shape::kFinishWarps) {
       barrier_arrive(shared_address(&barriers_.empty[stage]));
     }
   }
@@ -139,8 +139,8 @@ struct DecodeLookups {
   static_assert(kMostStages < static_cast<int>(kAhead),
                 "tiles that are under way would delay what is looked up");
 
-  std::int32_t positions[2 * kAhead][kTileRows];
-  int2 pages[kAhead][kTileRows];  // PageSlots or PlacedRow
+  std::int32_t positions[2 * kAhead][Shape::kTileRows];
+  int2 pages[kAhead][Shape::kTileRows];  // PageSlots or PlacedRow
 };
 
 // One warp's part of fetching all tiles that a block works on. With the first tile of a segment
@@ -150,18 +150,21 @@ template <typename Shape, bool kSelects>
 class DecodeFetch {
   using Ring = DecodeRing<Shape>;
   using Lookups = DecodeLookups<Shape>;
+  using Work = DecodeWork<Shape>;
+  using Segment = DecodeSegment<Shape>;
   static constexpr unsigned kAhead = Lookups::kAhead;
 
  public:
   // `lookups` is shared memory.
-  __device__ DecodeFetch(const DecodeKernelParams& p, const DecodeWork& work, const Ring& ring,
+  __device__ DecodeFetch(const DecodeKernelParams& p, const Work& work, const Ring& ring,
                          Lookups& lookups)
       : p_(p),
         work_(work),
         ring_(ring),
         lookups_(lookups),
         lane_(static_cast<int>(threadIdx.x) % kWarp),
-        first_row_((static_cast<int>(threadIdx.x) / kWarp - kDecodeWarps) * Shape::kFetchRows) {}
+        first_row_((static_cast<int>(threadIdx.x) / kWarp - Shape::kDecodeWarps) *
+                   Shape::kFetchRows) {}
 
   // The whole warp calls it. Step i requests the positions of tile i, the pages of tile i - kAhead
   // and the rows of tile i - 2 kAhead.
@@ -204,7 +207,7 @@ class DecodeFetch {
   static_assert(Shape::kFetchRows <= kWarp && Shape::kFetchRows % Shape::kLotRows == 0);
 
   struct Tile {
-    DecodeSegment segment;
+    Segment segment;
     int number = 0;
     typename Ring::Turn turn;  // of the segment
     // Memory of the segment:
@@ -215,7 +218,7 @@ class DecodeFetch {
     int in_turn = 0;  // position minus row index, for rows that are not found by position
   };
 
-  __device__ Tile tile_of(const DecodeSegment& s, typename Ring::Turn turn) const {
+  __device__ Tile tile_of(const Segment& s, typename Ring::Turn turn) const {
     Tile tile{s, s.first, turn};
     if (!s.exists()) return tile;
     tile.pools = HeadPools(p_.rows, s.kv_head);
@@ -243,7 +246,9 @@ class DecodeFetch {
   // Number of rows of a tile's head that are found by position.
   __device__ static int selected(const Tile& tile) { return kSelects ? tile.segment.selected : 0; }
   // The warp's first row of a tile, counted from the head's first row.
-  __device__ int first_row(const Tile& tile) const { return tile.number * kTileRows + first_row_; }
+  __device__ int first_row(const Tile& tile) const {
+    return tile.number * Shape::kTileRows + first_row_;
+  }
   // Number of the warp's rows of a tile that exist.
   __device__ int count(const Tile& tile) const {
     return max(0, min(Shape::kFetchRows, tile.segment.count(tile.number) - first_row_));
@@ -364,7 +369,7 @@ class DecodeFetch {
     resident = 0;
   }
 
-  __device__ const float* queries(const DecodeSegment& s) const {
+  __device__ const float* queries(const Segment& s) const {
     const std::int64_t head = std::int64_t{s.kv_head} * p_.group + blockIdx.y * kBunch;
     return p_.q + s.number * p_.q_stride + head * Shape::kHeadDim;
   }
@@ -437,7 +442,7 @@ class DecodeFetch {
   }
 
   const DecodeKernelParams& p_;
-  const DecodeWork& work_;
+  const Work& work_;
   Ring ring_;
   Lookups& lookups_;
   int lane_;

@@ -2,8 +2,9 @@
 //   head       a KV head of one token. Its rows are the selected ones, found by position, and then
 //              the newest, those of the token's own page, in turn. Without a selection all rows
 //              come in turn
-//   tile       64 rows of a head; a lot is 8 consecutive ones, fetched by one copy if they come in
-//              turn
+//   tile       64 rows of a head, or 32 where shared memory is too small for two tiles of wide
+//   rows.
+//              A lot is an eighth of them, consecutive, fetched by one copy if they come in turn
 //   bunch      up to 8 query heads of a KV head; blockIdx.y
 //   worker     blockIdx.x. The tiles of all heads are divided evenly among workers (stream-K)
 //   segment    a worker's tiles of one head
@@ -21,10 +22,8 @@
 
 namespace sluice::cuda {
 
-// Rows that a warp works on at a time, and warps per block that do.
+// Rows of a tile that a warp works on.
 inline constexpr int kWarpRows = 16;
-inline constexpr int kDecodeWarps = 4;
-inline constexpr int kTileRows = kWarpRows * kDecodeWarps;
 
 // Heads are numbered token * kv_heads + KV head.
 struct DecodeKernelParams {
@@ -67,28 +66,28 @@ struct DecodeKernelParams {
   __host__ __device__ bool selects() const { return positions != nullptr; }
 };
 
-// The warps of a block. Fetching warps, each with its rows of every tile, because a single warp
-// would take long to request single rows. Finishing warps complete the results of a segment during
-// work on the next. Wide rows are fewer and leave registers for fewer warps.
-template <int kDim>
-struct DecodeWarps {
+// The warps of a block, and the memory of a tile.
+//
+// kWarps warps work on rows. Fetching warps have their rows of every tile each, because a single
+// one would take long to request single rows. Finishing warps complete the results of a segment
+// during work on the next. Wide rows are fewer and leave registers for fewer warps.
+//
+// A tile is kLots lots of kLotRows consecutive rows, because few large copies are faster than one
+// per row. Warp w works on rows 2 w and 2 w + 1 of every lot; lot i has column i of its products
+// with the queries. Rows of whole cache lines are aligned to cache lines, because copies that
+// straddle them are 5 % slower, and DecodeWarp reads them in an order that avoids bank conflicts.
+// Other lots are padded to put rows in different banks.
+template <typename T, int kDim, int kWarps>
+struct DecodeShape {
+  using Element = T;
+  static constexpr int kHeadDim = kDim;
+  static constexpr int kDecodeWarps = kWarps;
+  static constexpr int kTileRows = kWarpRows * kDecodeWarps;
   static constexpr int kFetchWarps = kDim <= 128 ? 4 : 2;
   static constexpr int kFetchRows = kTileRows / kFetchWarps;
   static constexpr int kFinishWarps = kDim <= 128 ? 4 : 1;
-  static constexpr int kFinishThreads = kFinishWarps * kWarp;
   static constexpr int kFirstFinishWarp = kDecodeWarps + kFetchWarps;
   static constexpr int kThreads = (kFirstFinishWarp + kFinishWarps) * kWarp;
-};
-
-// Memory of a tile: kLots lots of kLotRows consecutive rows, because few large copies are faster
-// than one per row. Warp w works on rows 2 w and 2 w + 1 of every lot; lot i has column i of its
-// products with the queries. Rows of whole cache lines are aligned to cache lines, because copies
-// that straddle them are 5 % slower, and DecodeWarp reads them in an order that avoids bank
-// conflicts. Other lots are padded to put rows in different banks.
-template <typename T, int kDim>
-struct DecodeShape : DecodeWarps<kDim> {
-  using Element = T;
-  static constexpr int kHeadDim = kDim;
   static constexpr int kSteps = kHeadDim / 16;
   static constexpr int kPartBytes = kHeadDim * static_cast<int>(sizeof(T));  // of K, or of V
   static constexpr int kRowBytes = (2 * kPartBytes + 63) / 64 * 64;
@@ -114,17 +113,21 @@ struct DecodeShape : DecodeWarps<kDim> {
 };
 
 // Barrier of the warps that work on rows.
+template <typename Shape>
 __device__ __forceinline__ void sync_decode_warps() {
-  asm volatile("bar.sync 1, %0;\n" ::"n"(kDecodeWarps * kWarp) : "memory");
+  asm volatile("bar.sync 1, %0;\n" ::"n"(Shape::kDecodeWarps * kWarp) : "memory");
 }
 // Barrier of the finishing warps.
-template <int kHeadDim>
+template <typename Shape>
 __device__ __forceinline__ void sync_finish_warps() {
-  asm volatile("bar.sync 2, %0;\n" ::"n"(DecodeWarps<kHeadDim>::kFinishThreads) : "memory");
+  asm volatile("bar.sync 2, %0;\n" ::"n"(Shape::kFinishWarps * kWarp) : "memory");
 }
 
 // A block's work: tiles [first, last) of one head.
+template <typename Shape>
 struct DecodeSegment {
+  static constexpr int kTileRows = Shape::kTileRows;
+
   int head = 0;
   int first = 0;
   int last = 0;
@@ -151,9 +154,6 @@ struct DecodeSharers {
   int count = 0;
 };
 
-// Tiles of `rows` rows; at least one, because a token's own row exists.
-__device__ __forceinline__ int tiles_of(int rows) { return (rows - 1) / kTileRows + 1; }
-
 // True if this block reports how many of the selected rows were on the device.
 __device__ __forceinline__ bool counts_resident(const DecodeKernelParams& p) {
   return p.selects() && p.resident != nullptr && blockIdx.y == 0;
@@ -177,20 +177,26 @@ __device__ __forceinline__ int selected_of(const DecodeKernelParams& p, int head
   return p.selects() ? p.selections[head].count : 0;
 }
 
+// Bytes of shared memory if heads differ: per token of a batch, and in addition.
+constexpr std::int64_t decode_token_bytes(int kv_heads) {
+  constexpr auto kToken = static_cast<std::int64_t>(sizeof(BatchToken) + sizeof(PositionGap));
+  constexpr auto kHead = static_cast<std::int64_t>(sizeof(std::int32_t)) + 1;
+  return kToken + kv_heads * kHead;
+}
+inline constexpr std::int64_t kDecodeBytesBeside = sizeof(std::int32_t);
+
 // Tiles of all heads, numbered head by head and divided evenly among workers; the first workers
 // have one more if the tiles do not divide. Numbers have 32 bits because dividing longer ones is
 // slow.
+template <typename Shape>
 class DecodeWork {
- public:
-  // Bytes of shared memory if heads differ: per token of a batch, and in addition.
-  static constexpr std::size_t token_bytes(int kv_heads) {
-    return static_cast<std::size_t>(kv_heads) * (sizeof(std::int32_t) + 1) + sizeof(BatchToken) +
-           sizeof(PositionGap);
-  }
-  static constexpr std::size_t kBytesBeside = sizeof(std::int32_t);
+  static constexpr int kTileRows = Shape::kTileRows;
+  using Segment = DecodeSegment<Shape>;
 
-  // The whole block constructs it; `shared` has the size above. Reads nothing that the preceding
-  // kernel may write, and does not wait for its loads.
+ public:
+  // The whole block constructs it; `shared` has decode_token_bytes() per token and
+  // kDecodeBytesBeside. Reads nothing that the preceding kernel may write, and does not wait for
+  // its loads.
   __device__ DecodeWork(const DecodeKernelParams& p, std::int32_t* shared)
       : p_(p),
         before_(shared),
@@ -234,9 +240,9 @@ class DecodeWork {
   }
 
   // This block's segments: first(), then after() each, until one does not exist.
-  __device__ DecodeSegment first() const {
-    if (begin_ >= end_) return DecodeSegment();
-    DecodeSegment s;
+  __device__ Segment first() const {
+    if (begin_ >= end_) return Segment();
+    Segment s;
     s.head = head_of(begin_);
     s.number = p_.count == 1 ? 0 : s.head / p_.kv_heads;
     s.kv_head = s.head - s.number * p_.kv_heads;
@@ -246,10 +252,10 @@ class DecodeWork {
     return s;
   }
   // Runs once every few tiles, so it must not divide.
-  __device__ DecodeSegment after(const DecodeSegment& s) const {
+  __device__ Segment after(const Segment& s) const {
     // Every head has a tile.
-    if (s.head + 1 >= p_.heads) return DecodeSegment();
-    DecodeSegment next = s;
+    if (s.head + 1 >= p_.heads) return Segment();
+    Segment next = s;
     ++next.head;
     if (++next.kv_head == p_.kv_heads) {
       next.kv_head = 0;
@@ -261,12 +267,15 @@ class DecodeWork {
   }
 
   // The workers that have tiles of a segment's head.
-  __device__ DecodeSharers sharers_of(const DecodeSegment& s) const {
+  __device__ DecodeSharers sharers_of(const Segment& s) const {
     const int first = worker_of(before(s.head));
     return {first, worker_of(before(s.head) + s.tiles - 1) - first + 1};
   }
 
  private:
+  // Tiles of `rows` rows; at least one, because a token's own row exists.
+  __device__ static int tiles_of(int rows) { return (rows - 1) / kTileRows + 1; }
+
   // Calls body(i) for this thread's share of [0, count).
   template <typename Body>
   __device__ static void for_mine(int count, const Body& body) {
@@ -289,7 +298,7 @@ class DecodeWork {
   __device__ int before(int head) const { return uniform_ > 0 ? uniform_ * head : before_[head]; }
 
   // Derives a segment's members from its head and token.
-  __device__ void set_tiles(DecodeSegment& s) const {
+  __device__ void set_tiles(Segment& s) const {
     const int first_tile = before(s.head);
     s.tiles = uniform_ > 0 ? uniform_ : before_[s.head + 1] - first_tile;
     s.rows = uniform_ > 0 ? first_rows_ : (s.tiles - 1) * kTileRows + last_[s.head] + 1;

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <functional>
-#include <vector>
 
 #include "lib/gpu_sizes.h"
 #include "lib/memory_account.h"
@@ -15,14 +14,6 @@ namespace {
   throw Error(ErrorCode::unsupported, "a planned GPU computes nothing");
 }
 
-// Attention to rows of head_dim 256 needs more shared memory than 8.6, 8.9 and 12.0 have.
-std::vector<int> head_dims(int capability) {
-  std::vector<int> dims = {32, 64, 80, 96, 128};
-  const bool is_large = capability == 80 || (capability >= 90 && capability < 120);
-  if (is_large) dims.push_back(256);
-  return dims;
-}
-
 BackendInfo describe(const PlannedGpu& gpu) {
   BackendInfo info;
   info.name = "planned";
@@ -31,7 +22,7 @@ BackendInfo describe(const PlannedGpu& gpu) {
   info.compute_dtype = gpu.compute.value_or(gpu.weight_dtype);
   info.logits = gpu::logit_format();
   info.processor = Processor::cuda;
-  info.head_dims = gpu.head_dims.empty() ? head_dims(gpu.capability) : gpu.head_dims;
+  info.head_dims.assign(gpu::kHeadDims.begin(), gpu::kHeadDims.end());
   info.f32_rows = false;
   info.most_query_heads = 4096;
   info.memory_bytes = gpu.memory_bytes;
@@ -114,7 +105,6 @@ PlannedGpu planned_like(Backend& real) {
   gpu.memory_rate = info.memory_rate;
   gpu.bus_rate = info.link.read;
   gpu.device_cap = real.account(Tier::device).cap();
-  gpu.head_dims = info.head_dims;
   return gpu;
 }
 

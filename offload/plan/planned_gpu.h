@@ -4,14 +4,12 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
-#include <vector>
 
 #include "lib/backend.h"
 
 namespace sluice {
 
 struct PlannedGpu {
-  int capability = 80;  // 90 for compute capability 9.0
   std::uint64_t memory_bytes = 0;
   double memory_rate = 0.0;  // bytes per second
   double bus_rate = 0.0;     // at which kernels read host memory, bytes per second
@@ -19,7 +17,6 @@ struct PlannedGpu {
   std::optional<std::uint64_t> host_cap;
   std::optional<DType> compute;
   DType weight_dtype = DType::bf16;
-  std::vector<int> head_dims = {};  // that attention has kernels for; empty: by the capability
 };
 
 // A GPU like that of a backend, with its cap on device memory.
