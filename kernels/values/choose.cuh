@@ -81,29 +81,42 @@ class PageChoice {
     weights_ = staged;
   }
 
-  // Lists the pages that carry `share`, always in the same order; returns how many. The list can be
-  // read after the next barrier.
-  __device__ int list(float share, Page* to) {
-    if (!(share < 1.0f)) return list_all(to);
-    const std::uint32_t lightest = lightest_class(share);
+  // Chooses the pages that carry `share`; returns how many.
+  __device__ int choose(float share) {
+    is_all_ = !(share < 1.0f);
+    if (is_all_) return pages_;
+    lightest_ = lightest_class(share);
     int own = 0;
-    for_pages([&](int page, float weight) { own += __popc(chosen(page, weight, lightest)); });
+    for_pages([&](int page, float weight) { own += __popc(chosen(page, weight)); });
     if (lane() == 0) shared_.counts[warp()] = own;
     __syncthreads();
-    int slot = 0;
     int all = 0;
 #pragma unroll
     for (int w = 0; w < kReadWarps; ++w) {
-      if (w == warp()) slot = all;
+      if (w == warp()) before_ = all;
       all += shared_.counts[w];
     }
-    for_pages([&](int page, float weight) {
-      const std::uint32_t bits = chosen(page, weight, lightest);
-      const bool is_chosen = (bits >> lane() & 1u) != 0;
-      if (is_chosen) to[slot + __popc(bits & ((1u << lane()) - 1))] = static_cast<Page>(page);
-      slot += __popc(bits);
-    });
     return all;
+  }
+
+  // Lists the chosen pages, always in the same order; writes entry i only if `is_own(i)`. The list
+  // can be read after the next barrier.
+  template <typename IsOwn>
+  __device__ void list(Page* to, const IsOwn& is_own) const {
+    const auto put = [&](int entry, int page) {
+      if (is_own(entry)) to[entry] = static_cast<Page>(page);
+    };
+    if (is_all_) {
+#pragma unroll 1
+      for (int page = thread(); page < pages_; page += kReadThreads) put(page, page);
+      return;
+    }
+    int entry = before_;
+    for_pages([&](int page, float weight) {
+      const std::uint32_t bits = chosen(page, weight);
+      if ((bits >> lane() & 1u) != 0) put(entry + __popc(bits & ((1u << lane()) - 1)), page);
+      entry += __popc(bits);
+    });
   }
 
  private:
@@ -112,17 +125,10 @@ class PageChoice {
   __device__ static int warp() { return thread() / kWarp; }
   __device__ static int page_of(int i) { return i * kReadThreads + thread(); }
   __device__ static std::uint32_t class_of(float weight) { return __float_as_uint(weight) >> 16; }
-  __device__ int list_all(Page* to) const {
-#pragma unroll 1
-    for (int page = thread(); page < pages_; page += kReadThreads) {
-      to[page] = static_cast<Page>(page);
-    }
-    return pages_;
-  }
 
   // One bit for each of the warp's pages, set if it is read.
-  __device__ std::uint32_t chosen(int page, float weight, std::uint32_t lightest) const {
-    return __ballot_sync(kAllLanes, page < pages_ && class_of(weight) >= lightest);
+  __device__ std::uint32_t chosen(int page, float weight) const {
+    return __ballot_sync(kAllLanes, page < pages_ && class_of(weight) >= lightest_);
   }
 
   // Calls body(page, weight) for a thread's pages; warps stay together, so pages past the last one
@@ -211,6 +217,9 @@ class PageChoice {
   int pages_;
   Shared& shared_;
   float kept_[kKept] = {};
+  bool is_all_ = false;
+  std::uint32_t lightest_ = 0;  // class of the lightest chosen page
+  int before_ = 0;              // chosen pages of the warps before this one
 };
 
 }  // namespace sluice::cuda

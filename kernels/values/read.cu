@@ -1,7 +1,5 @@
 // Attention to the chosen pages. Blocks divide a head's pages, each warp reads one at a time; the
 // last block of a head adds up all sums, gives the remaining weight to the mean value, and merges.
-#include <string>
-
 #include "kernels/runtime/device_math.cuh"
 #include "kernels/runtime/early_launch.cuh"
 #include "kernels/runtime/ticket.cuh"
@@ -9,7 +7,6 @@
 #include "kernels/values/page_ring.cuh"
 #include "kernels/values/read_page.cuh"
 #include "lib/check.h"
-#include "sluice/errors.h"
 
 namespace sluice::cuda {
 namespace {
@@ -160,13 +157,13 @@ template <int kBits, int kBlocks>
 __global__ void __launch_bounds__(kReadThreads, kBlocksAtOnce<kBlocks>)
     read_pages(const __grid_constant__ TilesCall c) {
   // Holds, one after the other, the pages' weights if all would fit, the warps' stages, and their
-  // sums. The list of chosen pages comes after them.
+  // sums. The list of chosen pages comes after them, unless it is in scratch: then the blocks of a
+  // head share it, and each writes the entries that it reads.
   extern __shared__ float4 memory[];
   __shared__ PageChoice::Shared choice;
   __shared__ bool is_last;
   auto* const floats = reinterpret_cast<float*>(memory);
   auto* const bytes = reinterpret_cast<std::byte*>(memory);
-  auto* const list = reinterpret_cast<PageChoice::Page*>(bytes + ring_bytes<kBlocks>(c));
   if (!c.is_beside) {
     wait_for_kernel_before();
     allow_next_kernel();
@@ -175,12 +172,19 @@ __global__ void __launch_bounds__(kReadThreads, kBlocksAtOnce<kBlocks>)
   if (part.pages > 0 && __ldcg(&c.selections[part.head].bad) != 0) part.pages = 0;
   const bool fits = part.pages * sizeof(float) <= ring_bytes<kBlocks>(c);
   PageChoice pages(c.weights.from(part.head).weights, part.pages, fits ? floats : nullptr, choice);
-  part.share_out(c, part.pages > 0 ? pages.list(c.share, list) : 0);
+  part.share_out(c, part.pages > 0 ? pages.choose(c.share) : 0);
   const auto thread = static_cast<int>(threadIdx.x);
   if (part.split == 0 && blockIdx.z == 0 && thread == 0 && c.pages_read != nullptr) {
     c.pages_read[part.head] = part.chosen * c.query_parts;
   }
   if (part.split >= part.splits) return;
+  const bool is_shared = c.lists != nullptr;
+  auto* const list = is_shared
+                         ? c.lists + part.place * c.most_pages
+                         : reinterpret_cast<PageChoice::Page*>(bytes + ring_bytes<kBlocks>(c));
+  if (part.chosen > 0) {
+    pages.list(list, [&](int i) { return !is_shared || i % part.splits == part.split; });
+  }
   // Orders the reads of weights before the bulk copies of pages into the same memory.
   if constexpr (kBulkCopies) shared_write_fence();
   __syncthreads();
@@ -213,12 +217,25 @@ void dispatch_blocks(int head_dim, const Body& body) {
 
 template <int kBlocks>
 std::size_t shared_bytes(const TilesCall& c) {
-  return ring_bytes<kBlocks>(c) + sizeof(PageChoice::Page) * static_cast<std::size_t>(c.most_pages);
+  const auto listed = static_cast<std::size_t>(c.lists == nullptr ? c.most_pages : 0);
+  return ring_bytes<kBlocks>(c) + sizeof(PageChoice::Page) * listed;
 }
 
 // Upper bound of a block's static shared memory.
 constexpr std::size_t kDeclaredBytes = 8192;
 static_assert(sizeof(PageChoice::Shared) + 1024 < kDeclaredBytes);
+
+// Bytes that a block may use beside its static shared memory.
+std::size_t room_of(const DeviceLimits& device) {
+  return static_cast<std::size_t>(device.shared_bytes) - kDeclaredBytes;
+}
+
+// The least memory: one stage for half the warps.
+TilesCall with_least(TilesCall c) {
+  c.readers = kReadWarps / 2;
+  c.stages = 1;
+  return c;
+}
 
 // Chooses two stages for all warps if kBlocksAtOnce blocks fit a multiprocessor with them; else one
 // stage, and only for half the warps if the block would not fit otherwise.
@@ -229,23 +246,18 @@ TilesCall with_stages(TilesCall c, std::size_t room) {
   const std::size_t blocks_room = room + kDeclaredBytes;
   if (kBlocksAtOnce<kBlocks> * (shared_bytes<kBlocks>(c) + kDeclaredBytes) <= blocks_room) return c;
   c.stages = 1;
-  if (shared_bytes<kBlocks>(c) > room) c.readers = kReadWarps / 2;
-  const std::size_t needed = shared_bytes<kBlocks>(c);
-  if (needed <= room) return c;
-  throw Error(ErrorCode::unsupported, "attending value tiles of " +
-                                          std::to_string(c.most_pages * kPageTokens) +
-                                          " tokens takes " + std::to_string(needed) +
-                                          " bytes of shared memory and the device has " +
-                                          std::to_string(room) + "; shorten the context");
+  if (shared_bytes<kBlocks>(c) <= room) return c;
+  c = with_least(c);
+  check(shared_bytes<kBlocks>(c) <= room, "attend_tiles: shared memory");
+  return c;
 }
 
 template <int kBits>
 void run_bits(const TilesCall& call, const Launch& launch) {
   check(call.most_pages <= kMostTilePages, "attend_tiles: pages");
-  const auto room = static_cast<std::size_t>(launch.device->shared_bytes) - kDeclaredBytes;
   dispatch_blocks(call.head_dim, [&](auto blocks) {
     constexpr int kBlocks = decltype(blocks)::value;
-    const TilesCall c = with_stages<kBlocks>(call, room);
+    const TilesCall c = with_stages<kBlocks>(call, room_of(*launch.device));
     // Weights that do not fit are read from global memory, through an L1 cache that may be stale.
     check(!c.is_beside || c.most_pages * sizeof(float) <= ring_bytes<kBlocks>(c),
           "attend_tiles: too many pages to begin early");
@@ -283,6 +295,14 @@ __global__ void __launch_bounds__(kReadThreads)
 }
 
 }  // namespace
+
+bool list_fits(const TilesCall& call, const DeviceLimits& device) {
+  bool fits = false;
+  dispatch_blocks(call.head_dim, [&](auto blocks) {
+    fits = shared_bytes<decltype(blocks)::value>(with_least(call)) <= room_of(device);
+  });
+  return fits;
+}
 
 void run_read(const TilesCall& c, const Launch& launch) {
   switch (c.bits) {

@@ -8,6 +8,7 @@
 #include "kernels/runtime/owners.h"
 #include "kernels/runtime/workspace.h"
 #include "kernels/values/values.h"
+#include "lib/gpu_sizes.h"
 #include "sluice/errors.h"
 #include "tests/kernels/has_device.h"
 #include "tests/kernels/values/device_problem.h"
@@ -31,21 +32,26 @@ void expect_equal(const ValueCase& c, const DeviceProblem& device, const ValueAn
   testing::expect_answer(wanted, device.out(), device.lse(), device.pages_read(), tolerance);
 }
 
+// `shared`: bytes that a block may have, 0: as many as on this device.
 void check_case(const ValueCase& c, std::uint64_t seed, bool with_digest,
-                std::size_t scratch = kScratch) {
+                std::size_t scratch = kScratch, int shared = 0) {
   SCOPED_TRACE(testing::seed_message(seed) + " " + c.name() +
                (with_digest ? " digested" : " without a digest"));
   ValueProblem problem(c, seed);
   const Workspace workspace(scratch);
-  require(cudaMemset(workspace.launch().scratch, 0xff, scratch), "memset");
+  DeviceLimits limits = workspace.device();
+  if (shared > 0) limits.shared_bytes = shared;
+  Launch launch = workspace.launch();
+  launch.device = &limits;
+  require(cudaMemset(launch.scratch, 0xff, scratch), "memset");
   const DeviceProblem device(problem, with_digest);
   const ValueAnswer wanted = testing::answer_of(problem);
   std::vector<float> first;
   // Twice: nothing may be left behind, and nothing depend on timing.
   for (int turn = 0; turn < 2; ++turn) {
     device.reset();
-    attend_tiles(device.params(), workspace.launch());
-    require(cudaStreamSynchronize(workspace.launch().stream), "attend_tiles");
+    attend_tiles(device.params(), launch);
+    require(cudaStreamSynchronize(launch.stream), "attend_tiles");
     expect_equal(c, device, wanted);
     if (turn == 0) first = device.out();
   }
@@ -72,6 +78,43 @@ TEST(CudaAttendTiles, OfLongContexts) {
       check_case({64, 2, 2, share, {(1 << 20) - 1}, 32, 1}, ++seed, with_digest);
     }
     check_case({128, 4, 2, 0.9f, {131071, 77, 65536}, 256, 2, true}, ++seed, with_digest);
+  }
+}
+
+// Shared memory without room for the list of pages, of a head with several blocks and of heads with
+// one.
+TEST(CudaAttendTiles, ListsInScratch) {
+  if (!has_device()) GTEST_SKIP() << "no CUDA device";
+  constexpr int kLittle = 18 << 10;
+  std::uint64_t seed = testing::seed(250);
+  const ValueCase one{64, 2, 2, 0.9f, {(1 << 20) - 1}, 32, 1};
+  ValueProblem problem(one, seed);
+  const DeviceLimits device = Workspace(256).device();
+  DeviceLimits little = device;
+  little.shared_bytes = kLittle;
+  const std::size_t lists = (1 << 13) * sizeof(std::uint16_t);
+  EXPECT_GE(attend_tiles_scratch_bytes(problem.params(), little),
+            attend_tiles_scratch_bytes(problem.params(), device) + lists - 16);
+  std::vector<std::int32_t> many(2 * static_cast<std::size_t>(device.multiprocessors) + 1, 300);
+  many[7] = 110000;
+  for (const bool with_digest : {false, true}) {
+    for (const float share : {0.9f, 1.0f}) {
+      check_case({64, 17, 2, share, {(1 << 20) - 1}, 32, 1}, ++seed, with_digest, kScratch,
+                 kLittle);
+    }
+    check_case({32, 1, 1, 0.9f, many, 32, 1, true}, ++seed, with_digest, kScratch, kLittle);
+  }
+}
+
+// Pages of the widest rows, where a block has 99 KiB.
+TEST(CudaAttendTiles, OfWideRowsInLittleMemory) {
+  if (!has_device()) GTEST_SKIP() << "no CUDA device";
+  std::uint64_t seed = testing::seed(270);
+  for (const int bits : {1, 2, 3, 4}) {
+    for (const bool with_digest : {false, true}) {
+      check_case({256, 8, bits, 0.9f, {5, 700, 20000}, 16, 2, true}, ++seed, with_digest, kScratch,
+                 gpu::kLeastSharedBytes);
+    }
   }
 }
 
