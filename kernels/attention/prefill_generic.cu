@@ -1,9 +1,12 @@
 // Prefill attention with mma.sync, for every device from sm_80 on.
 // Source: Dao 2023, "FlashAttention-2": queries stay in shared memory, keys and values pass through
 // one buffer each, the values of a block arriving under its logits and the next keys under its sum.
+#include <algorithm>
+
 #include "kernels/attention/prefill_common.cuh"
 #include "kernels/runtime/dispatch.h"
 #include "kernels/runtime/error.h"
+#include "lib/gpu_sizes.h"
 
 namespace sluice::cuda {
 namespace {
@@ -17,9 +20,16 @@ struct GenericShape {
   static constexpr int kKeys = 64;
   // An odd number of 16-byte pieces, so that eight rows of a matrix lie in different banks.
   static constexpr int kPitch = kHeadDim + 8;
-  static constexpr int kBlocksPerSm = 2;
   static constexpr int kBytes = (kRows + 2 * kKeys) * kPitch * 2;
+  static_assert(kBytes <= gpu::kLeastSharedBytes);
 };
+
+// Thread blocks that run on a multiprocessor together: 2, as registers allow, where its shared
+// memory holds them. It has 1 KiB more than a block may use, and takes 1 KiB for each block.
+int blocks_per_sm(int bytes, const DeviceLimits& device) {
+  constexpr int kOfBlock = 1 << 10;
+  return std::clamp((device.shared_bytes + kOfBlock) / (bytes + kOfBlock), 1, 2);
+}
 
 template <typename T, int kHeadDim>
 __device__ __forceinline__ void store_queries(const PrefillArgs& args, const Tile& tile, T* to) {
@@ -174,7 +184,8 @@ __global__ void __launch_bounds__(GenericShape<kHeadDim>::kThreads)
 template <typename T, int kHeadDim>
 void launch_generic(PrefillArgs& args, const Launch& launch) {
   using Shape = GenericShape<kHeadDim>;
-  divide_prefill(args, {Shape::kRows, Shape::kKeys, Shape::kBlocksPerSm}, launch);
+  const int blocks_at_once = blocks_per_sm(Shape::kBytes, *launch.device);
+  divide_prefill(args, {Shape::kRows, Shape::kKeys, blocks_at_once}, launch);
   const auto kernel = prefill_generic<T, kHeadDim>;
   require(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kBytes),
           "shared memory of attend_prefill");
