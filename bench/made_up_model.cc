@@ -11,6 +11,7 @@
 #include "lib/weight_code.h"
 #include "offload/backends.h"
 #include "offload/step/kv_batch.h"
+#include "offload/step/solo_step.h"
 #include "sluice/half.h"
 
 namespace sluice::bench {
@@ -190,11 +191,12 @@ void MadeUpModel::fill(KvSession& session, std::int64_t length) const {
   for (float& value : rows) value = normal(random);
   const Buffer device = upload(*queue_, rows.data(), rows.size() * sizeof(float));
   while (session.length() < length) {
-    session.begin_step(Phase::prefill, std::min(session.plan().chunk, length - session.length()));
+    SoloStep step(session, Phase::prefill,
+                  std::min(session.plan().chunk, length - session.length()));
     for (int layer = 0; layer < shape.layers; ++layer) {
-      session.append(layer, {device.floats(), device.floats(), width});
+      step.append(layer, {device.floats(), device.floats(), width});
     }
-    session.end_step();
+    step.end();
   }
   queue_->synchronize();
 }

@@ -13,6 +13,7 @@
 #include "engine/decoder.h"
 #include "offload/backends.h"
 #include "offload/plan/planner.h"
+#include "offload/step/solo_step.h"
 #include "sluice/topology.h"
 
 namespace sluice {
@@ -38,11 +39,11 @@ void fill_with_made_up_rows(KvSession& session, std::int64_t length) {
   std::vector<float> rows(static_cast<std::size_t>(kChunk * width));
   for (float& value : rows) value = normal(random);
   while (session.length() < length) {
-    session.begin_step(Phase::prefill, std::min(kChunk, length - session.length()));
+    SoloStep step(session, Phase::prefill, std::min(kChunk, length - session.length()));
     for (int layer = 0; layer < shape.layers; ++layer) {
-      session.append(layer, {rows.data(), rows.data(), width});
+      step.append(layer, {rows.data(), rows.data(), width});
     }
-    session.end_step();
+    step.end();
   }
 }
 

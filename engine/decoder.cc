@@ -4,6 +4,7 @@
 #include <array>
 
 #include "lib/check.h"
+#include "offload/step/solo_step.h"
 
 namespace sluice {
 namespace {
@@ -218,32 +219,32 @@ void Decoder::step(std::span<const TokenId> tokens, Phase phase, KvSession& sess
   const auto count = static_cast<std::int64_t>(tokens.size());
   check(&session.pool()->queue() == queue_, "a session that works on another queue");
   const QueueRange range(*queue_, {to_string(phase), -1, count});
-  session.begin_step(phase, count);
+  SoloStep step(session, phase, count);
   const Matrix x = view(a_.x, DType::f32, count, config_.hidden_size);
   embed(tokens, x);
   for (int layer = 0; layer < config_.num_hidden_layers; ++layer) {
     const QueueRange of_layer(*queue_, {"layer", layer});
     const Positions positions = {{}, session.length()};
-    begin_early(layer + 1, Early::layer, x, positions, session);
+    begin_early(layer + 1, Early::layer, x, positions, step);
     project(layer, x, positions);
-    session.append(layer, new_rows());
-    session.attend(layer, queries());
+    step.append(layer, new_rows());
+    step.attend(layer, queries());
     mix(layer, x);
-    begin_early(layer + 1, Early::half, x, positions, session);
+    begin_early(layer + 1, Early::half, x, positions, step);
     feed_forward(layer, x);
   }
-  session.end_step();
+  step.end();
 }
 
 void Decoder::restore(std::int64_t tokens, KvSession& session,
                       const std::function<std::span<const RowSpan>(int layer)>& read) {
   session.list_pages(false);  // no query will choose any
-  session.begin_step(Phase::prefill, tokens);
+  SoloStep step(session, Phase::prefill, tokens);
   for (int layer = 0; layer < config_.num_hidden_layers; ++layer) {
     queue_->synchronize();  // rows of the layer before are read until then
-    session.append(layer, {.ready = read(layer)});
+    step.append(layer, {.ready = read(layer)});
   }
-  session.end_restored_step();
+  step.end_restored();
   session.list_pages(true);
 }
 
@@ -278,21 +279,22 @@ std::uint64_t Decoder::prompt_bytes(const ModelConfig& config, std::int64_t toke
   return static_cast<std::uint64_t>(tokens * config.hidden_size) * sizeof(float);
 }
 
-void Decoder::prompt_layer(int layer, const Matrix& stream, KvSession& session) {
+void Decoder::prompt_layer(int layer, const Matrix& stream, const KvSession& session,
+                           KvPrompt& prompt) {
   const QueueRange range(*queue_, {"layer", layer});
   const std::int64_t chunk = session.plan().chunk;
   for_pieces(stream, chunk, [&](std::int64_t first, const Matrix& x) {
-    session.take_piece(first, x.rows);
+    prompt.take(first, x.rows);
     project(layer, x, {{}, session.length() + first});
-    session.append(layer, new_rows());
-    session.collect(queries());
+    prompt.append(layer, new_rows());
+    prompt.collect(queries());
   });
-  session.choose(layer);
+  prompt.choose(layer);
   for_pieces(stream, chunk, [&](std::int64_t first, const Matrix& x) {
-    session.take_piece(first, x.rows);
+    prompt.take(first, x.rows);
     // A prompt of one chunk still has its queries from the first pass.
     if (x.rows < stream.rows) project(layer, x, {{}, session.length() + first});
-    session.attend(layer, queries());
+    prompt.attend(layer, queries());
     mix(layer, x);
     feed_forward(layer, x);
   });
@@ -305,22 +307,22 @@ bool Decoder::prompt(std::span<const TokenId> tokens, KvSession& session, const 
   check(stream.bytes() >= prompt_bytes(config_, total), "a prompt that has no room");
   const Matrix all = {stream.floats(), DType::f32, total, hidden, hidden};
   const QueueRange range(*queue_, {to_string(Phase::prefill), -1, total});
-  session.begin_prompt(total);
+  KvPrompt prompt(session, total);
   try {
     for_pieces(all, session.plan().chunk, [&](std::int64_t first, const Matrix& x) {
       embed(tokens.subspan(static_cast<std::size_t>(first), static_cast<std::size_t>(x.rows)), x);
     });
     for (int layer = 0; layer < config_.num_hidden_layers; ++layer) {
       if (!progress(static_cast<double>(layer) / config_.num_hidden_layers)) {
-        session.cancel_prompt();
+        prompt.cancel();
         return false;
       }
-      session.ready_layer(layer);
-      prompt_layer(layer, all, session);
+      prompt.ready(layer);
+      prompt_layer(layer, all, session, prompt);
     }
-    session.end_prompt();
+    prompt.end();
   } catch (...) {
-    if (session.in_step()) session.cancel_prompt();
+    if (session.in_step()) prompt.cancel();
     throw;
   }
   // logits() starts from the last token's residual stream.

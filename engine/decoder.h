@@ -10,6 +10,7 @@
 #include "engine/weights.h"
 #include "lib/backend.h"
 #include "offload/step/kv_batch.h"
+#include "offload/step/kv_prompt.h"
 #include "offload/step/kv_session.h"
 
 namespace sluice {
@@ -112,7 +113,7 @@ class Decoder {
   void mix(int layer, const Matrix& x);
   void feed_forward(int layer, const Matrix& x);
   // One layer over a whole prompt, whose residual stream is `stream`.
-  void prompt_layer(int layer, const Matrix& stream, KvSession& session);
+  void prompt_layer(int layer, const Matrix& stream, const KvSession& session, KvPrompt& prompt);
   // Logits [count, vocabulary] after tokens [first, first + count), in the compute tier.
   Matrix compute_logits(std::int64_t first, std::int64_t count);
   RmsNormParams norm(const Matrix& x, const Buffer& weight, const Matrix& y) const;
@@ -120,7 +121,7 @@ class Decoder {
   void rotate(const Buffer& qkv, const LayerWeights& weights, std::int64_t tokens,
               const Positions& positions);
   // Begins layer `layer` of a decode step early if it is to begin at this point: `x` is its state
-  // at the point. Step: KvBatch or KvSession.
+  // at the point. Step: KvBatch or SoloStep.
   template <class Step>
   void begin_early(int layer, Early at, const Matrix& x, const Positions& positions, Step& step);
 

@@ -154,7 +154,7 @@ class Draws {
 void append(Session::Impl& session, std::span<const TokenId> ids, Draws& draws) {
   Engine::Impl& engine = *session.engine;
   const auto count = static_cast<std::int64_t>(ids.size());
-  if (session.kv.takes_batch(count)) {
+  if (KvBatch::takes(session.kv, count)) {
     KvBatch batch(session.kv, count);
     engine.decoder->decode(ids, batch);
     draws.read();

@@ -14,6 +14,7 @@
 #include "offload/step/kv_batch.h"
 #include "offload/step/kv_pool.h"
 #include "offload/step/kv_session.h"
+#include "offload/step/solo_step.h"
 #include "sluice/errors.h"
 #include "sluice/kv_cache.h"
 
@@ -61,7 +62,8 @@ struct KvStep::Impl {
   std::vector<std::shared_ptr<KvSequence::Impl>> sequences;
   Phase phase = Phase::decode;
   std::int64_t tokens = 0;
-  std::optional<KvBatch> batch{};  // empty: a step of one sequence, by its session
+  std::optional<SoloStep> solo{};  // of one sequence; else
+  std::optional<KvBatch> batch{};  // of several
   std::vector<bool> appended{};    // by layer
   std::vector<bool> attended{};
   int latest = -1;  // the layer whose rows came last

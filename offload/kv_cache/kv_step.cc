@@ -44,7 +44,7 @@ KvStep KvStep::Impl::begin(std::shared_ptr<KvCache::Impl> cache,
   for (const auto& sequence : step->sequences) sessions.push_back(&sequence->usable());
   try {
     if (tokens) {
-      sessions.front()->begin_step(phase, *tokens);
+      step->solo.emplace(*sessions.front(), phase, *tokens);
     } else {
       step->batch.emplace(sessions);
     }
@@ -165,7 +165,7 @@ void KvStep::Impl::append(int layer, const KvInput& keys, const KvInput& values)
     if (batch) {
       batch->append(layer, rows);
     } else {
-      session().append(layer, rows);
+      solo->append(layer, rows);
     }
     if (waits) cache->pool->queue().synchronize();
   });
@@ -189,7 +189,7 @@ void KvStep::Impl::attend(int layer, const KvInput& input, const KvOutput& out, 
     if (batch) {
       batch->attend(layer, queries);
     } else {
-      session().attend(layer, queries);
+      solo->attend(layer, queries);
     }
     cache->arrays.write(out, lse, tokens);
     if (waits) cache->pool->queue().synchronize();
@@ -220,7 +220,7 @@ std::optional<Error> KvStep::Impl::end() {
         batch->issue_report();
         outcomes = batch->end();
       } else {
-        session().end_step();
+        solo->end();
       }
     });
   } catch (const Error&) {
@@ -267,6 +267,7 @@ void KvStep::end() {
     step.require_under_way();
     failure = step.end();
     step.is_under_way = false;
+    step.solo.reset();
     step.batch.reset();
     sequences = std::move(step.sequences);
     step.cache->end_step();

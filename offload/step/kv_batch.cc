@@ -26,27 +26,34 @@ KvBatch::KvBatch(std::span<KvSession* const> sessions)
   std::vector<BatchToken> tokens;
   try {
     for (KvSession* session : sessions_) {
-      session->begin_rows(Phase::decode, 1);
-      session->is_run_ = false;
-      tokens.push_back({session->sequence_, static_cast<std::int32_t>(session->length_)});
+      session->begin(Phase::decode, 1);
+      tokens.push_back(session->token());
     }
   } catch (...) {
     // The session that failed has cleaned up; those before it have written nothing yet.
-    for (std::size_t i = 0; i < tokens.size(); ++i) sessions_[i]->cancel_rows();
+    for (std::size_t i = 0; i < tokens.size(); ++i) sessions_[i]->roll_back();
     throw;
   }
-  step_.begin(tokens, sessions_.front()->policy_);
+  step_.begin(tokens, sessions_.front()->policy());
 }
 
 KvBatch::KvBatch(KvSession& session, std::int64_t tokens)
-    : sessions_{&session}, pool_(session.pool_.get()), step_(*pool_) {
-  check(session.takes_batch(tokens), "several tokens that a layer attends to as a run");
+    : sessions_{&session}, pool_(session.pool().get()), step_(*pool_) {
+  check(takes(session, tokens), "several tokens that a layer attends to as a run");
   session.require_outside_step();
   require(tokens >= 1 && tokens <= session.decode_room(), "more tokens of a session than fit");
-  session.require_room(tokens);
-  session.begin_rows(Phase::decode, tokens);
-  session.is_run_ = false;
-  step_.begin(session.batch_tokens(tokens), session.policy_);
+  session.begin(Phase::decode, tokens);
+  step_.begin(session.next(tokens), session.policy());
+}
+
+bool KvBatch::takes(const KvSession& session, std::int64_t tokens) {
+  const KvPlan& plan = session.plan();
+  if (tokens > plan.decode_batch) return false;
+  if (plan.in_place || plan.resident_tokens >= plan.host_rows()) return true;
+  for (int layer = 0; layer < plan.shape.layers; ++layer) {
+    if (session.policy().is_dense(layer)) return false;
+  }
+  return true;
 }
 
 void KvBatch::require_fit(std::span<KvSession* const> sessions) {
@@ -58,11 +65,10 @@ void KvBatch::require_fit(std::span<KvSession* const> sessions) {
   require(different.size() == sessions.size(), "a session stands in it twice");
   std::vector<BatchToken> tokens;
   for (const KvSession* session : sessions) {
-    require(session->pool_.get() == &pool, "its sessions must be of one pool");
-    require(session->policy_ == sessions.front()->policy_, "its sessions must have one policy");
-    session->require_outside_step();
-    session->require_room(1);
-    tokens.push_back({session->sequence_, static_cast<std::int32_t>(session->length_)});
+    require(session->pool().get() == &pool, "its sessions must be of one pool");
+    require(session->policy() == sessions.front()->policy(), "its sessions must have one policy");
+    session->require_step(1);
+    tokens.push_back(session->token());
   }
   pool.tables().require_blocks(tokens);
 }
@@ -74,8 +80,8 @@ std::vector<std::optional<Error>> KvBatch::end() {
   std::vector<std::optional<Error>> outcomes;
   for (KvSession* session : sessions_) {
     try {
-      session->selection_ = step_.finish(session->sequence_, true, session->ledger_);
-      session->end_rows();
+      session->commit(KvSession::Written::resident,
+                      step_.finish(session->sequence(), true, session->ledger()));
       outcomes.emplace_back();
     } catch (const Error& error) {
       outcomes.emplace_back(error);

@@ -18,8 +18,11 @@ class KvBatch {
   // Error{prompt} or Error{memory} if there is no room; nothing has changed then.
   explicit KvBatch(std::span<KvSession* const> sessions);
   // Several tokens of one session, at most decode_room(), each as if it were decoded by itself.
-  // KvSession::takes_batch() must be true. Throws what KvSession::begin_step() throws.
+  // takes() must be true. Throws what KvSession::begin() throws.
   KvBatch(KvSession& session, std::int64_t tokens);
+  // True if each of the tokens reads only rows that it selects or that are near. Other rows would
+  // be fetched for every token; a SoloStep fetches them once.
+  static bool takes(const KvSession& session, std::int64_t tokens);
   // Only throws the errors of the first constructor.
   static void require_fit(std::span<KvSession* const> sessions);
 

@@ -1,15 +1,27 @@
-// One session's KV cache: a sequence of a pool, its steps, length and ledger, and the policy in
-// force.
+// One session's KV cache: a sequence of a pool, its length, its ledger and the policy in force.
+//
+// Tokens come in steps, by one of three protocols:
+//
+//   SoloStep   tokens of this session alone: a chunk of a prompt, a correction, known tokens
+//   KvPrompt   a whole prompt, layer by layer, under a policy whose prefill chooses tokens
+//   KvBatch    a decode step with tokens of several sessions
+//
+// All three change the session by the same calls:
+//
+//            begin()            appended()             commit()
+//   idle ──────────► in a step ────────────► in a step ─────────► idle, with more tokens
+//                        └──────────── roll_back() ─────────────► idle, as before begin()
+//
+// A session whose step ends in neither way cannot go on: every later call throws.
 #pragma once
 
 #include <algorithm>
 #include <memory>
-#include <span>
+#include <string>
 #include <vector>
 
-#include "offload/step/decode_step.h"
 #include "offload/step/kv_pool.h"
-#include "offload/step/token_run.h"
+#include "sluice/batch.h"
 #include "sluice/policy.h"
 #include "sluice/selection.h"
 
@@ -28,19 +40,9 @@ class KvSession {
   // begins anew. Throws Error{memory} as the constructor does.
   KvSession fork();
 
-  // See KvCache for the protocol of a step. Calls that break it throw Error{usage} and change
-  // nothing; an error in the work of a step leaves the session unusable, and later calls throw.
-  void begin_step(Phase phase, std::int64_t tokens);
   // Announces the steps of a prompt of `tokens` tokens, so that room can be made in advance.
   void expect(std::int64_t tokens) { expected_ = length_ + tokens; }
-  // In decode steps, see DecodeStep; none in others.
-  Early early(int layer) const { return is_run_ ? Early::none : decode_->early(layer); }
-  bool selects(int layer) const { return decode_->selects(layer); }
-  void choose_early(int layer, const Queries& queries);
-  void append(int layer, const NewRows& rows);
-  void attend(int layer, const Queries& queries);
-  // Throws Error{numeric} if a selection met a NaN or an infinity.
-  void end_step();
+  std::int64_t expected() const { return expected_; }  // length after the announced prompt
   // Throws Error{memory} with nothing changed if there is no room to rewrite the newest `tokens`
   // tokens, which forks may share.
   void require_rewrite(std::int64_t tokens) const {
@@ -49,25 +51,8 @@ class KvSession {
   // Tokens of the next chunk of a longer prompt. If queries list pages, the chunk ends at the end
   // of a PageLists block, counted from position 0, so that blocks are the same for any chunk size.
   std::int64_t prompt_room() const;
-  // Most tokens that begin_step(Phase::decode) takes next.
+  // Most tokens that a decode step takes next.
   std::int64_t decode_room() const;
-
-  // A prompt of any length, layer by layer, for policies with sparse prefill: between begin_prompt
-  // and end_prompt, every layer takes all chunks of up to plan().chunk tokens, in order and twice:
-  // first take_piece, append and collect for each, then choose, then take_piece and attend for
-  // each. begin_prompt throws Error{unsupported} with nothing changed if the rows of the sequence
-  // are not contiguous.
-  void begin_prompt(std::int64_t tokens);
-  void take_piece(std::int64_t first,
-                  std::int64_t tokens);  // `first` counts from the prompt's start
-  // Commits host memory for a layer's rows, as its first append would do. Here Error{memory} leaves
-  // the prompt between two layers.
-  void ready_layer(int layer);
-  void collect(const Queries& queries);
-  void choose(int layer);
-  void end_prompt();
-  // Gives up a prompt: the session has the tokens that it had before.
-  void cancel_prompt();
 
   // Throws Error{usage} if rows of some tokens are gone, so that the session cannot be saved.
   void require_whole() const;
@@ -77,9 +62,6 @@ class KvSession {
   std::int64_t page_tokens(std::int64_t page) const {
     return std::min<std::int64_t>(kPageTokens, length_ - page * kPageTokens);
   }
-  // Ends a step that appended rows which were computed before: the ledger counts what they moved,
-  // but no tokens.
-  void end_restored_step();
 
   // Sets the policy from the next step on. Throws Error{usage} for a policy that was not planned.
   void use(const Policy& policy);
@@ -89,11 +71,41 @@ class KvSession {
   // Forgets the last `tokens` tokens, of the latest step. The ledger counts what they moved, but
   // not them.
   void reject(std::int64_t tokens);
-  // True if KvBatch takes this many tokens, because each reads only rows that it selects or that
-  // are near. Rows that are not would be fetched for every token: begin_step() fetches them once.
-  bool takes_batch(std::int64_t tokens) const;
 
-  // True between begin_step and end_step; stays true if an error came between.
+  // The protocols above call the following. Throws Error{internal} inside a step.
+  void require_outside_step() const;
+  // The same, and throws Error{prompt} if the plan has no room for `tokens` more.
+  void require_step(std::int64_t tokens) const;
+  // Throws Error{usage} if rows of some tokens are gone, so that no step may attend to runs of
+  // rows.
+  void require_all_rows() const;
+  // Makes room for the rows of the next `tokens` tokens; KvPool::write()'s result. Throws what
+  // require_step() throws, and Error{memory} with nothing changed, unless the pool lost rows of the
+  // session while it made room: then the session cannot go on.
+  std::vector<std::int32_t> begin(Phase phase, std::int64_t tokens);
+  // The same for a prompt whose layers get their host memory one by one;
+  // KvPool::write_by_layers()'s result.
+  std::int64_t begin_by_layers(std::int64_t tokens);
+  // Notes that a layer has its rows of tokens up to `end`.
+  void appended(int layer, std::int64_t end) { ends_[static_cast<std::size_t>(layer)] = end; }
+  bool has_rows(int layer) const { return ends_[static_cast<std::size_t>(layer)] == step_.end(); }
+  // Rows of the step that were written where attention reads: all of them, by a TokenRun, or those
+  // of resident pages, by a DecodeStep.
+  enum class Written { all, resident };
+  // Adds the step's tokens to the session and counts their rows.
+  void commit(Written written, StepSelection selection);
+  // Gives up the step; the ledger counts what moved, but no tokens. Wait for work that writes rows.
+  void roll_back();
+
+  // The tokens of the latest step.
+  const StepRange& step() const { return step_; }
+  // The next token, or one of those behind it, as a decode step has it; and the next `tokens`.
+  BatchToken token(std::int64_t ahead = 0) const {
+    return {sequence_, static_cast<std::int32_t>(length_ + ahead)};
+  }
+  std::vector<BatchToken> next(std::int64_t tokens) const;
+  std::int32_t sequence() const { return sequence_; }
+  // Stays true if a step ended neither by commit() nor by roll_back().
   bool in_step() const { return in_step_; }
   std::int64_t length() const { return length_; }
   // Blocks of this sequence alone, which would be free if it ended; free blocks of the pool.
@@ -102,66 +114,47 @@ class KvSession {
   const KvPlan& plan() const { return pool_->plan(); }
   const Policy& policy() const { return policy_; }
   const Ledger& ledger() const { return ledger_; }
+  Ledger& ledger() { return ledger_; }  // for a step, which counts what it moves
   // Selection of the last step; empty if every layer was dense.
   const StepSelection& selection() const { return selection_; }
   // Share of pages that prompts' queries attended to, in layers that list pages; 1 if there were no
   // such layers.
   double prefill_share() const;
+  void count_listed(std::uint64_t listed, std::uint64_t all) {
+    listed_pages_ += listed;
+    all_pages_ += all;
+  }
   // True: chunks of prompts attend to listed pages only, if the policy says so. False: to all
   // pages.
   void list_pages(bool lists) { lists_pages_ = lists; }
+  bool lists_pages() const { return lists_pages_; }
   const std::shared_ptr<KvPool>& pool() const { return pool_; }
 
  private:
-  friend class KvBatch;
-
   static constexpr std::int32_t kNone = -1;
   struct NoSequence {};
 
   // Without a sequence yet.
   KvSession(std::shared_ptr<KvPool> pool, NoSequence none);
-  void require_room(std::int64_t tokens) const;
-  void require_outside_step() const;
-  void require_layer(int layer) const;
-  void require_nothing_evicted() const;
-  // The next `tokens` tokens, as a decode step has them.
-  std::vector<BatchToken> batch_tokens(std::int64_t tokens) const;
-  // Takes the rows of a step from `length_` on; KvPool::write()'s result.
-  std::vector<std::int32_t> begin_rows(Phase phase, std::int64_t tokens);
-  // Gives back the blocks of begin_rows(), before anything was written.
-  void cancel_rows();
-  void give_up_rows();
-  // Counts the step's new rows and adds them to the session's length.
-  void end_rows();
-  double listed_share(int layer) const;  // 1: all pages
-  void record_rows(int layer, const Traffic& near, const Traffic& all);
-  void record_listed_hits();
-  // True if a layer attends densely to several known tokens, which it then takes as a run.
-  bool attends_run(int layer) const;
+  void require_nothing_evicted(const std::string& why) const;
+  // Begins a step for whose rows `write` makes room.
+  auto begin_with(Phase phase, std::int64_t tokens, const auto& write);
+  // Counts a layer's new rows: `near` where attention reads, `all` written to host memory.
+  void record_rows(int layer, std::int64_t near, std::int64_t all);
 
   std::shared_ptr<KvPool> pool_;
   std::int32_t sequence_ = kNone;
   Policy policy_;
   Ledger ledger_;
-  StepRange step_;
-  Phase phase_ = Phase::prefill;
-  bool in_step_ = false;
-  bool is_run_ = false;         // the step's tokens are appended by run_, else by decode_
-  int appended_ = -1;           // the layer whose rows came last
-  std::vector<bool> has_rows_;  // of the step, by layer
-  StepRange prompt_;
-  bool in_prompt_ = false;
-  std::int64_t prompt_host_rows_ =
-      0;  // rows of the prompt's host memory, see KvPool::write_by_layers()
-  std::vector<std::int64_t> prompt_ends_;  // [layers], end of the prompt's rows that were appended
   std::int64_t length_ = 0;
-  std::int64_t expected_ = 0;  // length after the announced prompt
+  StepRange step_;
+  bool in_step_ = false;
+  std::vector<std::int64_t> ends_;  // by layer, the end of the tokens that have rows
+  std::int64_t expected_ = 0;
   bool lists_pages_ = true;
   std::uint64_t listed_pages_ = 0;  // see prefill_share()
   std::uint64_t all_pages_ = 0;
   StepSelection selection_;
-  std::unique_ptr<TokenRun> run_;
-  std::unique_ptr<DecodeStep> decode_;
 };
 
 // Throws Error{unsupported} if the backend has no attention for rows of this shape.

@@ -225,6 +225,14 @@ std::int64_t TokenRun::hits_among(int layer, std::span<const std::uint32_t> list
   return rows;
 }
 
+// Rows that the first page held already are fetched if they are no longer on the device.
+void TokenRun::record_appended(int layer, Ledger& ledger) {
+  const std::int64_t fetched = of(layer).fetches_front ? of(layer).front : 0;
+  ledger.record(layer, Tier::host, Tier::device, Cause::miss,
+                traffic_of(pool_->plan().shape, fetched));
+  pool_->record_written(layer, written_[static_cast<std::size_t>(layer)], ledger);
+}
+
 void TokenRun::attend(int layer, const Queries& queries, double share) {
   AttendParams params = attend_params(pool_->plan().shape, range_, queries);
   if (share < 1.0) {

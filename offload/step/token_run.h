@@ -10,6 +10,7 @@
 
 #include "offload/step/kv_pool.h"
 #include "offload/tiers/kv_rows.h"
+#include "sluice/ledger.h"
 
 namespace sluice {
 
@@ -24,6 +25,8 @@ class TokenRun {
   // Writes rows to all their places; with `indexed`, adds them to the index and the sums as well.
   // Copies to host memory may be under way until attend() or KvPool::settle().
   void append(int layer, const NewRows& rows, bool indexed);
+  // Counts what the append of a layer moved, except the new rows, which count with their step.
+  void record_appended(int layer, Ledger& ledger);
   // Attends to all rows up to each token or, with a share below 1, to rows of pages that carry this
   // share of the weight. The latest append() was this layer's.
   void attend(int layer, const Queries& queries, double share = 1.0);
@@ -33,13 +36,8 @@ class TokenRun {
   // Rows per KV head of a layer that attend() finds in place, and those that it fetches.
   std::int64_t hits(int layer) { return range_.end() - misses(layer); }
   std::int64_t misses(int layer) { return of(layer).misses; }
-  // Rows per KV head of a layer that append() wrote to disk.
-  std::int64_t written(int layer) const { return written_[static_cast<std::size_t>(layer)]; }
   // Hits of one KV head in pages that are not 0 in `listed`.
   std::int64_t hits_among(int layer, std::span<const std::uint32_t> listed);
-  // Rows per KV head of a layer that append() fetches: rows that the first page held already and
-  // that are no longer on the device.
-  std::int64_t fetched_front(int layer) { return of(layer).fetches_front ? of(layer).front : 0; }
 
  private:
   // The places of rows in the layers of a set.
@@ -69,9 +67,9 @@ class TokenRun {
   KvPool* pool_;
   std::int32_t sequence_ = 0;
   StepRange range_;
-  std::vector<RowRun> host_;                   // the new rows in host memory
-  std::vector<std::int32_t> begun_;            // by set of layers, or empty
-  std::vector<std::int64_t> written_;          // by layer, see written()
+  std::vector<RowRun> host_;           // the new rows in host memory
+  std::vector<std::int32_t> begun_;    // by set of layers, or empty
+  std::vector<std::int64_t> written_;  // by layer: rows per KV head that append() wrote to disk
   std::vector<std::optional<Places>> places_;  // by set of layers; set by the first of its layers
 };
 

@@ -8,6 +8,7 @@
 #include <optional>
 
 #include "offload/step/kv_session.h"
+#include "offload/step/solo_step.h"
 #include "signs.h"
 #include "sluice/element.h"
 #include "sluice/errors.h"
@@ -294,10 +295,10 @@ TEST(SignsSession, FindsNeedles) {
       for (std::int64_t t = 0; t < tokens; ++t) queries.insert(queries.end(), q.begin(), q.end());
       std::vector<float> out(queries.size());
       std::vector<float> lse(static_cast<std::size_t>(tokens));
-      session.begin_step(phase, tokens);
-      session.append(0, {k.data(), v.data(), 64});
-      session.attend(0, {queries.data(), 64, out.data(), lse.data()});
-      session.end_step();
+      SoloStep taken(session, phase, tokens);
+      taken.append(0, {k.data(), v.data(), 64});
+      taken.attend(0, {queries.data(), 64, out.data(), lse.data()});
+      taken.end();
       return out;
     };
     for (int i = 0; i < 10; ++i) step(Phase::prefill, 64);

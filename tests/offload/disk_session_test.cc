@@ -21,6 +21,7 @@
 #include "offload/plan/planner.h"
 #include "offload/step/kv_pool.h"
 #include "offload/step/kv_session.h"
+#include "offload/step/solo_step.h"
 #include "tests/support/late_backend.h"
 #include "tests/support/random.h"
 #include "tests/support/script.h"
@@ -121,18 +122,18 @@ std::vector<std::vector<float>> issue_step(KvSession& session, const Script& scr
                                            std::int64_t tokens) {
   std::vector<std::vector<float>> results;
   const std::int64_t first = session.length();
-  session.begin_step(phase, tokens);
+  SoloStep step(session, phase, tokens);
   for (int layer = 0; layer < script.shape().layers; ++layer) {
     const auto at = static_cast<std::size_t>(layer);
     results.emplace_back(static_cast<std::size_t>(tokens * script.query_width()));
     float* const out = results.back().data();
     results.emplace_back(static_cast<std::size_t>(tokens * script.shape().query_heads));
-    script.begin_early(session, layer + 1, Early::layer, first);
-    session.append(layer, {script.k(at, first), script.v(at, first), script.key_width()});
-    session.attend(layer, {script.q(at, first), script.query_width(), out, results.back().data()});
-    script.begin_early(session, layer + 1, Early::half, first);
+    script.begin_early(session, step, layer + 1, Early::layer, first);
+    step.append(layer, {script.k(at, first), script.v(at, first), script.key_width()});
+    step.attend(layer, {script.q(at, first), script.query_width(), out, results.back().data()});
+    script.begin_early(session, step, layer + 1, Early::half, first);
   }
-  session.end_step();
+  step.end();
   return results;
 }
 
@@ -306,21 +307,21 @@ TEST_F(DiskSessions, ReadWhileTheLayerBeforeComputes) {
   script.prefill(session, 500);
   on_disk->disk()->wait_for_writes();
   const std::int64_t first = session.length();
-  session.begin_step(Phase::decode, 1);
+  SoloStep step(session, Phase::decode, 1);
   std::vector<float> out(static_cast<std::size_t>(script.query_width()));
   std::vector<float> lse(static_cast<std::size_t>(kShape.query_heads));
   for (int layer = 0; layer < kShape.layers; ++layer) {
     const auto at = static_cast<std::size_t>(layer);
     for (const Early point : {Early::layer, Early::half}) {
       if (point == Early::half) {
-        session.append(layer, {script.k(at, first), script.v(at, first), script.key_width()});
-        session.attend(layer, {script.q(at, first), script.query_width(), out.data(), lse.data()});
+        step.append(layer, {script.k(at, first), script.v(at, first), script.key_width()});
+        step.attend(layer, {script.q(at, first), script.query_width(), out.data(), lse.data()});
       }
-      if (layer + 1 == kShape.layers || session.early(layer + 1) != point) continue;
+      if (layer + 1 == kShape.layers || step.early(layer + 1) != point) continue;
       EXPECT_EQ(point, layer + 1 == 3 ? Early::layer : Early::half);
       held = 0;
       holds = true;
-      script.begin_early(session, layer + 1, point, first);  // would hang if it waited
+      script.begin_early(session, step, layer + 1, point, first);  // would hang if it waited
       for (int tries = 0; held == 0 && tries < 5000; ++tries) {
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
       }
@@ -328,7 +329,7 @@ TEST_F(DiskSessions, ReadWhileTheLayerBeforeComputes) {
       holds = false;
     }
   }
-  session.end_step();
+  step.end();
 }
 
 // Counts what a disk was asked for, and breaks it.

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <tuple>
 
+#include "offload/step/solo_step.h"
 #include "sluice/errors.h"
 #include "tests/support/counting_backend.h"
 #include "tests/support/expect.h"
@@ -30,7 +31,7 @@ class Conversation {
     const std::int64_t key_width = std::int64_t{shape_.kv_heads} * shape_.head_dim;
     const std::int64_t query_width = std::int64_t{shape_.query_heads} * shape_.head_dim;
     double error = 0.0;
-    session.begin_step(tokens == 1 ? Phase::decode : Phase::prefill, tokens);
+    SoloStep step(session, tokens == 1 ? Phase::decode : Phase::prefill, tokens);
     for (int layer = 0; layer < shape_.layers; ++layer) {
       const std::vector<float> k = random_.normal(tokens * key_width);
       const std::vector<float> v = random_.normal(tokens * key_width);
@@ -41,8 +42,8 @@ class Conversation {
       values.insert(values.end(), v.begin(), v.end());
       std::vector<float> out(q.size());
       std::vector<float> lse(static_cast<std::size_t>(tokens * shape_.query_heads));
-      session.append(layer, {k.data(), v.data(), key_width});
-      session.attend(layer, {q.data(), query_width, out.data(), lse.data()});
+      step.append(layer, {k.data(), v.data(), key_width});
+      step.attend(layer, {q.data(), query_width, out.data(), lse.data()});
       for (std::int64_t token = 0; token < tokens; ++token) {
         for (int head = 0; head < shape_.query_heads; ++head) {
           error = std::max(error,
@@ -51,7 +52,7 @@ class Conversation {
         }
       }
     }
-    session.end_step();
+    step.end();
     length_ += tokens;
     return error;
   }
@@ -206,7 +207,7 @@ TEST(KvSession, RefusesMoreThanItWasPlannedFor) {
   conversation.step(session, 8);
   const auto code_of = [&](std::int64_t tokens) {
     try {
-      session.begin_step(Phase::decode, tokens);
+      const SoloStep step(session, Phase::decode, tokens);
     } catch (const Error& error) {
       return error.code();
     }
@@ -225,7 +226,7 @@ TEST(KvSession, WithoutMemoryForAStepGoesOnWithoutIt) {
   const KvPlan plan = testing::plan_of(shape, 100000, 512, std::nullopt, true);
   KvSession hungry = testing::session_of(backend, plan);
   try {
-    hungry.begin_step(Phase::prefill, 512);
+    const SoloStep step(hungry, Phase::prefill, 512);
     FAIL();
   } catch (const Error& error) {
     EXPECT_EQ(error.code(), ErrorCode::memory);
@@ -233,6 +234,65 @@ TEST(KvSession, WithoutMemoryForAStepGoesOnWithoutIt) {
   EXPECT_EQ(hungry.ledger().tokens(Phase::prefill), 0u);
   Conversation conversation(shape, 3);
   EXPECT_LT(conversation.step(hungry, 64), kTolerance);
+}
+
+// Rows in two layers, all zero.
+struct Zeros {
+  std::vector<float> rows = std::vector<float>(4 * 32);
+  std::vector<float> out = rows;
+  std::vector<float> lse = std::vector<float>(4);
+
+  NewRows appended() const { return {rows.data(), rows.data(), 32}; }
+  Queries attended() { return {rows.data(), 32, out.data(), lse.data()}; }
+};
+
+TEST(SoloStep, RefusesCallsOutOfOrderAndGoesOn) {
+  const KvShape shape{2, 1, 1, 32, DType::f32};
+  CountingBackend backend;
+  KvSession session =
+      testing::session_of(backend, testing::plan_of(shape, 10, 8, std::nullopt, true));
+  Zeros zeros;
+  SoloStep step(session, Phase::prefill, 4);
+  const auto refused = [](const std::string& why, const auto& call) {
+    testing::expect_error(ErrorCode::usage, why, call);
+  };
+  refused("layer 2: there are 0 to 1", [&] { step.append(2, zeros.appended()); });
+  step.append(0, zeros.appended());
+  refused("layer 0 has its rows of this step already", [&] { step.append(0, zeros.appended()); });
+  refused("layer 1 is attended right after", [&] { step.attend(1, zeros.attended()); });
+  step.attend(0, zeros.attended());
+  refused("layer 1 has no rows of this step yet", [&] { step.end(); });
+  EXPECT_EQ(session.length(), 0);
+  step.append(1, zeros.appended());
+  step.attend(1, zeros.attended());
+  step.end();
+  EXPECT_EQ(session.length(), 4);
+  refused("after the end of their step", [&] { step.append(0, zeros.appended()); });
+  refused("a step that is over", [&] { step.end(); });
+  EXPECT_FALSE(session.in_step());
+}
+
+TEST(KvSession, RollsBackAStepWithNoneOrSomeOfItsRows) {
+  const KvShape shape{2, 2, 1, 32, DType::f32};
+  const std::uint64_t cap = 300 * shape.token_bytes();
+  CountingBackend backend(cap);
+  KvSession session = testing::session_of(backend, testing::plan_of(shape, 400, 64, cap, true));
+  Conversation conversation(shape, 11);
+  EXPECT_LT(conversation.step(session, 50), kTolerance);
+  session.begin(Phase::decode, 1);
+  EXPECT_TRUE(session.in_step());
+  session.roll_back();
+  EXPECT_EQ(session.length(), 50);
+  EXPECT_EQ(session.ledger().tokens(Phase::decode), 0u);
+  // The first of two layers got rows; of both, more pages were taken than there were.
+  session.begin(Phase::decode, 100);
+  session.appended(0, 150);
+  session.roll_back();
+  EXPECT_EQ(session.own_blocks(), 1);
+  for (const std::int64_t tokens : {64, 1, 60}) {
+    EXPECT_LT(conversation.step(session, tokens), kTolerance);
+  }
+  EXPECT_EQ(session.ledger().tokens(Phase::prefill), 174u);
 }
 
 // A GPU has no rows in f32 and no coded rows.
@@ -265,9 +325,9 @@ TEST(KvSession, AnInterruptedStepEndsTheSessionAndNoOther) {
   const KvPlan plan = testing::plan_of(shape, 64, 64, std::nullopt, true);
   KvSession stopped = testing::session_of(backend, plan);
   KvSession other = testing::session_of(backend, plan);
-  stopped.begin_step(Phase::prefill, 8);
+  { const SoloStep interrupted(stopped, Phase::prefill, 8); }
   try {
-    stopped.begin_step(Phase::prefill, 1);
+    const SoloStep next(stopped, Phase::prefill, 1);
     FAIL();
   } catch (const Error& error) {
     EXPECT_EQ(error.code(), ErrorCode::internal);

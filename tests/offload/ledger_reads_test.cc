@@ -129,12 +129,12 @@ class LedgerReads
 void append_prompt(KvSession& session, const Script& script, std::int64_t tokens) {
   while (session.length() < tokens) {
     const std::int64_t at = session.length();
-    session.begin_step(Phase::prefill, std::min(tokens - at, session.plan().chunk));
+    SoloStep step(session, Phase::prefill, std::min(tokens - at, session.plan().chunk));
     for (int layer = 0; layer < script.shape().layers; ++layer) {
       const auto number = static_cast<std::size_t>(layer);
-      session.append(layer, {script.k(number, at), script.v(number, at), script.key_width()});
+      step.append(layer, {script.k(number, at), script.v(number, at), script.key_width()});
     }
-    session.end_step();
+    step.end();
   }
 }
 

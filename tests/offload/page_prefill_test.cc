@@ -232,7 +232,7 @@ class Family {
       return upload(*device_, std::vector<float>(from, from + tokens * width));
     };
     std::vector<std::vector<float>> result;
-    fork.session.begin_step(phase, tokens);
+    SoloStep step(fork.session, phase, tokens);
     for (int layer = 0; layer < script.shape().layers; ++layer) {
       const auto at = static_cast<std::size_t>(layer);
       const Buffer q = part(script.q(at, first), script.query_width());
@@ -241,12 +241,12 @@ class Family {
       const Buffer out = part(script.q(at, first), script.query_width());
       const Buffer lse = part(script.q(at, first), script.query_width());
       device_->synchronize();
-      fork.session.append(layer, {k.floats(), v.floats(), script.key_width()});
-      fork.session.attend(layer, {q.floats(), script.query_width(), out.floats(), lse.floats()});
+      step.append(layer, {k.floats(), v.floats(), script.key_width()});
+      step.attend(layer, {q.floats(), script.query_width(), out.floats(), lse.floats()});
       fork.session.pool()->queue().synchronize();
       result.push_back(testing::download<float>(*device_, out));
     }
-    fork.session.end_step();
+    step.end();
     return result;
   }
 

@@ -96,7 +96,7 @@ TEST_P(RejectedDrafts, LeaveNoTrace) {
     const std::int64_t tokens = random.integer(1, std::min(kDrafts + 1, drafted.decode_room()));
     const std::int64_t kept = random.integer(1, tokens);
     drafts.begin_as(script, length + kept);
-    const bool is_batch = drafted.takes_batch(tokens);
+    const bool is_batch = KvBatch::takes(drafted, tokens);
     const std::vector<float> step = is_batch ? batch_step(drafts, drafted, tokens)
                                              : drafts.step(drafted, Phase::decode, tokens);
     drafted.reject(tokens - kept);

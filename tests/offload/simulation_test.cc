@@ -18,7 +18,9 @@
 
 #include "cpu/cpu_backend.h"
 #include "offload/step/kv_batch.h"
+#include "offload/step/kv_prompt.h"
 #include "offload/step/kv_session.h"
+#include "offload/step/solo_step.h"
 #include "sluice/errors.h"
 #include "tests/support/late_backend.h"
 #include "tests/support/plan.h"
@@ -297,22 +299,22 @@ class World {
   static void run_one(KvSession& session, const Script& script, Phase phase, std::int64_t tokens,
                       Outputs& out) {
     const std::int64_t first = session.length();
-    session.begin_step(phase, tokens);
+    SoloStep step(session, phase, tokens);
     for (int layer = 0; layer < kShape.layers; ++layer) {
       const auto at = static_cast<std::size_t>(layer);
       float* const to = room(out, tokens * script.query_width());
       float* const lse = room(out, tokens * kShape.query_heads);
-      session.append(layer, {script.k(at, first), script.v(at, first), script.key_width()});
-      session.attend(layer, {script.q(at, first), script.query_width(), to, lse});
-      script.begin_early(session, layer + 1, Early::half, first);
+      step.append(layer, {script.k(at, first), script.v(at, first), script.key_width()});
+      step.attend(layer, {script.q(at, first), script.query_width(), to, lse});
+      script.begin_early(session, step, layer + 1, Early::half, first);
     }
-    session.end_step();
+    step.end();
   }
   // See Decoder::prefill().
   static void run_prompt(KvSession& session, const Script& script, std::int64_t tokens,
                          Outputs& out) {
     const std::int64_t before = session.length();
-    session.begin_prompt(tokens);
+    KvPrompt prompt(session, tokens);
     for (int layer = 0; layer < kShape.layers; ++layer) {
       const auto number = static_cast<std::size_t>(layer);
       float* const to = room(out, tokens * script.query_width());
@@ -320,20 +322,20 @@ class World {
       const auto for_pieces = [&](const auto& body) {
         const std::int64_t chunk = session.plan().chunk;
         for (std::int64_t first = 0; first < tokens; first += chunk) {
-          session.take_piece(first, std::min(chunk, tokens - first));
+          prompt.take(first, std::min(chunk, tokens - first));
           const std::int64_t at = before + first;
           body(at, Queries{script.q(number, at), script.query_width(),
                            to + first * script.query_width(), lse + first * kShape.query_heads});
         }
       };
       for_pieces([&](std::int64_t at, const Queries& queries) {
-        session.append(layer, {script.k(number, at), script.v(number, at), script.key_width()});
-        session.collect(queries);
+        prompt.append(layer, {script.k(number, at), script.v(number, at), script.key_width()});
+        prompt.collect(queries);
       });
-      session.choose(layer);
-      for_pieces([&](std::int64_t, const Queries& queries) { session.attend(layer, queries); });
+      prompt.choose(layer);
+      for_pieces([&](std::int64_t, const Queries& queries) { prompt.attend(layer, queries); });
     }
-    session.end_prompt();
+    prompt.end();
   }
   static float* room(Outputs& out, std::int64_t floats) {
     return out.emplace_back(static_cast<std::size_t>(floats)).data();

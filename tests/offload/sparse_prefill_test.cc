@@ -10,6 +10,8 @@
 #include <string>
 #include <vector>
 
+#include "offload/step/kv_prompt.h"
+#include "offload/step/solo_step.h"
 #include "sluice/errors.h"
 #include "tests/support/backends.h"
 #include "tests/support/counting_backend.h"
@@ -76,14 +78,14 @@ class Arrays {
 void prefill_earlier(Device& device, KvSession& session, const Script& script) {
   while (session.length() < kEarlier) {
     const std::int64_t at = session.length();
-    session.begin_step(Phase::prefill, std::min(kEarlier - at, session.plan().chunk));
+    SoloStep step(session, Phase::prefill, std::min(kEarlier - at, session.plan().chunk));
     for (int layer = 0; layer < script.shape().layers; ++layer) {
       const Arrays arrays(device, script, static_cast<std::size_t>(layer));
-      session.append(layer, arrays.rows(at));
-      session.attend(layer, arrays.queries(at));
+      step.append(layer, arrays.rows(at));
+      step.attend(layer, arrays.queries(at));
       session.pool()->queue().synchronize();
     }
-    session.end_step();
+    step.end();
   }
 }
 
@@ -91,26 +93,26 @@ void prefill_earlier(Device& device, KvSession& session, const Script& script) {
 std::vector<std::vector<float>> prefill(Device& device, KvSession& session, const Script& script) {
   const std::int64_t before = session.length();
   std::vector<std::vector<float>> result;
-  session.begin_prompt(kPrompt);
+  KvPrompt prompt(session, kPrompt);
   for (int layer = 0; layer < script.shape().layers; ++layer) {
     const Arrays arrays(device, script, static_cast<std::size_t>(layer));
     const auto for_pieces = [&](const auto& body) {
       const std::int64_t chunk = session.plan().chunk;
       for (std::int64_t first = 0; first < kPrompt; first += chunk) {
-        session.take_piece(first, std::min(chunk, kPrompt - first));
+        prompt.take(first, std::min(chunk, kPrompt - first));
         body(before + first);
       }
     };
     for_pieces([&](std::int64_t at) {
-      session.append(layer, arrays.rows(at));
-      session.collect(arrays.queries(at));
+      prompt.append(layer, arrays.rows(at));
+      prompt.collect(arrays.queries(at));
     });
-    session.choose(layer);
-    for_pieces([&](std::int64_t at) { session.attend(layer, arrays.queries(at)); });
+    prompt.choose(layer);
+    for_pieces([&](std::int64_t at) { prompt.attend(layer, arrays.queries(at)); });
     session.pool()->queue().synchronize();
     result.push_back(testing::download<float>(device, arrays.out()));
   }
-  session.end_prompt();
+  prompt.end();
   return result;
 }
 

@@ -6,6 +6,7 @@
 #include "cpu/cpu_backend.h"
 #include "lib/backend/key_tiles.h"
 #include "offload/step/kv_session.h"
+#include "offload/step/solo_step.h"
 #include "tests/support/plan.h"
 #include "tests/support/random.h"
 
@@ -49,10 +50,10 @@ class DecodedToken {
     const std::vector<float> v = random_.normal(tokens * width);
     std::vector<float> out(q.size());
     std::vector<float> lse(static_cast<std::size_t>(tokens * kShape.query_heads));
-    session.begin_step(phase, tokens);
-    session.append(0, {k.data(), v.data(), width});
-    session.attend(0, {q.data(), width, out.data(), lse.data()});
-    session.end_step();
+    SoloStep step(session, phase, tokens);
+    step.append(0, {k.data(), v.data(), width});
+    step.attend(0, {q.data(), width, out.data(), lse.data()});
+    step.end();
   }
 
   cpu::CpuBackend backend_{cpu::CpuOptions{}};

@@ -10,6 +10,7 @@
 
 #include "offload/step/kv_batch.h"
 #include "offload/step/kv_session.h"
+#include "offload/step/solo_step.h"
 #include "tests/support/expect.h"
 #include "tests/support/random.h"
 
@@ -115,28 +116,29 @@ class Script {
   std::vector<float> step(KvSession& session, Phase phase, std::int64_t tokens) const {
     const std::int64_t first = session.length();
     std::vector<float> result;
-    session.begin_step(phase, tokens);
+    SoloStep step(session, phase, tokens);
     for (std::size_t layer = 0; layer < q_.size(); ++layer) {
       std::vector<float> out(static_cast<std::size_t>(tokens * query_width()));
       std::vector<float> lse(static_cast<std::size_t>(tokens * shape_.query_heads));
       const int next = static_cast<int>(layer) + 1;
-      begin_early(session, next, Early::layer, first);
-      session.append(static_cast<int>(layer), {k(layer, first), v(layer, first), key_width()});
-      session.attend(static_cast<int>(layer),
-                     {q(layer, first), query_width(), out.data(), lse.data()});
-      begin_early(session, next, Early::half, first);
+      begin_early(session, step, next, Early::layer, first);
+      step.append(static_cast<int>(layer), {k(layer, first), v(layer, first), key_width()});
+      step.attend(static_cast<int>(layer),
+                  {q(layer, first), query_width(), out.data(), lse.data()});
+      begin_early(session, step, next, Early::half, first);
       result.insert(result.end(), out.begin(), out.end());
     }
-    session.end_step();
+    step.end();
     return result;
   }
 
   // Has a layer of a step choose its rows, if it does that at this point.
-  void begin_early(KvSession& session, int layer, Early point, std::int64_t first) const {
-    if (layer == shape_.layers || session.early(layer) != point) return;
+  void begin_early(const KvSession& session, SoloStep& step, int layer, Early point,
+                   std::int64_t first) const {
+    if (layer == shape_.layers || step.early(layer) != point) return;
     const float* const q = early_q(static_cast<std::size_t>(layer), first);
     session.pool()->queue().branch(layer % 2, [&] {
-      session.choose_early(layer, {q, query_width(), nullptr, nullptr});
+      step.choose_early(layer, {q, query_width(), nullptr, nullptr});
     });
   }
 
@@ -164,11 +166,11 @@ class Script {
     while (tokens > 0) {
       const std::int64_t first = session.length();
       const std::int64_t now = std::min(tokens, session.plan().chunk);
-      session.begin_step(Phase::prefill, now);
+      SoloStep step(session, Phase::prefill, now);
       for (std::size_t layer = 0; layer < q_.size(); ++layer) {
-        session.append(static_cast<int>(layer), {k(layer, first), v(layer, first), key_width()});
+        step.append(static_cast<int>(layer), {k(layer, first), v(layer, first), key_width()});
       }
-      session.end_step();
+      step.end();
       tokens -= now;
     }
   }
