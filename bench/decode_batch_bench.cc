@@ -38,8 +38,7 @@ KvPlan plan_of(const MadeUpModel& model, const Policy& policy,
   request.tokens =
       std::accumulate(lengths.begin(), lengths.end(), std::int64_t{0}) + sequences * kDecoded;
   request.policies = {&policy, 1};
-  request.logits = model.backend().info().logits;
-  request.cached_bytes = model.backend().info().cached_bytes;
+  request.on = model.backend().info();
   KvPlan whole = plan_kv(request);
   if (resident) return whole;
   // Room for the newest pages, the window and streaming, little for resident rows.

@@ -18,8 +18,7 @@ KvPlan plan_of(const MadeUpModel& model, const RowFormat& rows, const Policy& po
                std::int64_t tokens, bool resident) {
   KvRequest request = {.shape = model.kv(rows), .context = tokens + kDecoded, .chunk = kChunk};
   request.policies = {&policy, 1};
-  request.logits = model.backend().info().logits;
-  request.cached_bytes = model.backend().info().cached_bytes;
+  request.on = model.backend().info();
   KvPlan whole = plan_kv(request);
   if (resident) return whole;
   // Room for the window and for streaming, little for resident rows.

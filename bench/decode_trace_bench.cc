@@ -94,8 +94,7 @@ KvPlan plan_of(const MadeUpModel& model, std::span<const Policy> policies, bool 
   KvRequest request = {.shape = model.kv(), .context = kContext, .chunk = kPiece};
   request.sequences = std::int64_t{kLengths.size()} + 1;
   request.policies = policies;
-  request.logits = model.backend().info().logits;
-  request.cached_bytes = model.backend().info().cached_bytes;
+  request.on = model.backend().info();
   KvPlan whole = plan_kv(request);
   if (resident) return whole;
   request.device_cap =

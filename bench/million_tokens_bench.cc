@@ -64,10 +64,10 @@ Book open_book(std::int64_t decoded, std::int64_t device_memory) {
   const KvShape shape{config.num_hidden_layers, config.num_attention_heads,
                       config.num_key_value_heads, config.head_dim, DType::bf16};
   const KvRequest request = {.shape = shape,
+                             .on = book.backend->info(),
                              .context = kContext,
                              .chunk = kChunk,
-                             .device_cap = cap,
-                             .attends_host_rows = true};
+                             .device_cap = cap};
   book.session =
       std::make_unique<KvSession>(std::make_shared<KvPool>(book.queue, plan_kv(request)));
   const std::vector<TokenId> tokens(static_cast<std::size_t>(kChunk), 267);

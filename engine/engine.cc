@@ -134,7 +134,7 @@ int longest_chunk(const SessionOptions& options) {
   return any([](const Policy& p) { return p.prefill.tau > 0.0; }) ? kDeviceChunk : 2 * kDeviceChunk;
 }
 
-bool is_at_hand(const KvPlan& plan) {
+bool is_near(const KvPlan& plan) {
   return plan.in_place || plan.resident_tokens >= std::max(plan.context, plan.tokens);
 }
 
@@ -326,9 +326,9 @@ std::optional<Engine::Impl::DeviceCap> Engine::Impl::device_cap(const Plan& plan
 
 KvRequest Engine::Impl::kv_request(const SessionOptions& options, int chunk,
                                    const std::optional<DeviceCap>& cap) const {
-  const BackendInfo& on = backend->info();
   KvRequest request;
   request.shape = info.kv;
+  request.on = backend->info();
   request.context = options.context;
   request.chunk = chunk;
   request.sequences = options.sequences;
@@ -337,11 +337,6 @@ KvRequest Engine::Impl::kv_request(const SessionOptions& options, int chunk,
   request.reports_positions = options.reports_positions;
   request.policies = options.policies;
   request.scorers = &config.scorers;
-  request.processor = on.processor;
-  request.attends_host_rows = on.attends_host_rows;
-  request.logits = on.logits;
-  request.branch_bytes = on.branch_bytes;
-  request.cached_bytes = on.cached_bytes;
   request.cache_memory = config.row_cache;
   request.host_attention = attender.backend != nullptr;
   if (cap) {
@@ -397,7 +392,7 @@ Plan Engine::Impl::plan_with(const SessionOptions& options, int chunk,
   const KvShape& shape = info.kv;
   const std::uint64_t layer_bytes = static_cast<std::uint64_t>(options.context) *
                                     static_cast<std::uint64_t>(shape.kv_heads) * shape.row_bytes();
-  plan.dense_is_faster = is_at_hand(plan.kv) && layer_bytes <= backend->info().dense_bytes;
+  plan.dense_is_faster = is_near(plan.kv) && layer_bytes <= backend->info().dense_bytes;
   if (cap) plan.device_left = cap->left() - plan.kv.device_bytes;
   if (config.host_memory) {
     plan.host_left = *config.host_memory - plan.host_bytes() - promised_host_bytes;
@@ -413,7 +408,7 @@ Engine::Impl::Planned Engine::Impl::plan(const SessionOptions& options,
   Planned usual = {plan_with(options, config.chunk, staging), config.chunk};
   // Activations are shared by all sessions, so a session with its own cap must not lengthen them.
   const bool on_disk = usual.plan.kv.on_disk;
-  const bool streams = config.chunk >= kDeviceChunk && !is_at_hand(usual.plan.kv);
+  const bool streams = config.chunk >= kDeviceChunk && !is_near(usual.plan.kv);
   const bool may_be_longer = chunk_is_open && !options.device_memory && (on_disk || streams);
   if (!may_be_longer) return usual;
   const bool few_are_read = reads_few_rows(options, info.kv.layers, config.scorers);

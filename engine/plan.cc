@@ -43,7 +43,7 @@ std::string device_lines(const KvPlan& kv) {
     return line("device tier", kv.device_bytes, note);
   };
   if (kv.in_place) return first("no cap: rows are attended in host memory");
-  if (kv.resident_tokens >= kv.host_rows()) return first("every row is resident");
+  if (kv.all_resident()) return first("every row is resident");
   const std::size_t dense = kv.dense_layers.size();
   const std::string more =
       dense == 0

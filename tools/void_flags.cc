@@ -49,7 +49,7 @@ std::string void_row_cache(const ModelFlags& flags, const Plan& plan, const Poli
   // void_on_device() reports this without a device tier.
   if (!asks_for_row_cache(flags) || plan.kv.cache_rows > 0 || plan.kv.in_place) return {};
   const bool selects = policy.select.name != "dense";
-  const bool whole = plan.kv.resident_tokens >= plan.kv.host_rows();
+  const bool whole = plan.kv.all_resident();
   return void_note({"--row-cache"},
                    whole     ? "every row is on the device already"
                    : selects ? "it has no room for the rows that one step selects"

@@ -66,6 +66,7 @@ std::int64_t step_tokens(const KvPlan& plan) { return std::max(plan.chunk, plan.
 KvRequest request_of(const KvConfig& config, const BackendInfo& info) {
   KvRequest request;
   request.shape = config.shape;
+  request.on = info;
   request.context = config.context;
   request.chunk = config.chunk;
   request.sequences = config.sequences;
@@ -74,11 +75,7 @@ KvRequest request_of(const KvConfig& config, const BackendInfo& info) {
   request.reports_positions = config.reports_positions;
   request.policies = config.policies;
   request.scorers = &config.scorers;
-  request.processor = info.processor;
   request.device_cap = config.device_memory;
-  request.attends_host_rows = info.attends_host_rows;
-  request.logits = info.logits;
-  request.cached_bytes = info.cached_bytes;
   request.cache_memory = config.row_cache;
   return request;
 }

@@ -203,12 +203,6 @@ std::uint64_t IndexLayout::table_bytes() const {
   return page_table_bytes() + tile_table_bytes() + token_bytes();
 }
 
-std::int64_t blocks_for(std::int64_t context, std::int64_t sequences, std::int64_t tokens) {
-  const auto whole = [](std::int64_t count) { return (count + kPageTokens - 1) / kPageTokens; };
-  // A fork's first block of its own begins with shared tokens, and its last block is not full.
-  return std::min(sequences * whole(context), whole(tokens) + 2 * (sequences - 1));
-}
-
 namespace {
 
 void include_own(LayerIndex& index, const Method& method, const IndexNeeds& needs) {
@@ -345,9 +339,9 @@ void require_within(const LogitFormat& most, const KvRequest& request, const Pol
 }
 
 bool digests_some_layer(const KvRequest& request, const Policy& policy) {
-  if (request.context >= request.logits.digested_from) return true;
+  if (request.context >= request.on.logits.digested_from) return true;
   for (int layer = 0; layer < request.shape.layers; ++layer) {
-    if (weighs_pages(request.logits, policy, layer, request.context)) return true;
+    if (weighs_pages(request.on.logits, policy, layer, request.context)) return true;
   }
   return false;
 }
@@ -362,8 +356,8 @@ bool weighs_pages(const LogitFormat& format, const Policy& policy, int layer, st
 IndexLayout plan_index(const KvRequest& request) {
   for (const Policy& policy : request.policies) {
     validate(policy, request.shape, *request.scorers);
-    require_runs(request.scorers->at(policy.select), request.processor);
-    require_within(request.logits, request, policy);
+    require_runs(request.scorers->at(policy.select), request.on.processor);
+    require_within(request.on.logits, request, policy);
   }
   require_compatible(request.policies, request.shape.layers);
   IndexLayout layout;
@@ -371,7 +365,7 @@ IndexLayout plan_index(const KvRequest& request) {
   layout.context = request.context;
   layout.sequences = request.sequences;
   layout.batch = std::min(std::max(request.decode_batch, request.sequences), kMostBatch);
-  layout.logits = request.logits;
+  layout.logits = request.on.logits;
   layout.digested =
       std::any_of(request.policies.begin(), request.policies.end(), [&](const Policy& policy) {
         return request.scorers->at(policy.select).digests() && digests_some_layer(request, policy);
@@ -384,7 +378,7 @@ IndexLayout plan_index(const KvRequest& request) {
   layout.selecting.resize(static_cast<std::size_t>(request.shape.layers));
   layout.attending_all.resize(static_cast<std::size_t>(request.shape.layers));
   const std::int64_t token_bytes = layout.logit_stride() * request.shape.query_heads *
-                                   static_cast<std::int64_t>(size_of(request.logits.dtype));
+                                   static_cast<std::int64_t>(size_of(request.on.logits.dtype));
   layout.wave = std::clamp<std::int64_t>(kWaveBytes / token_bytes, 1, layout.batch);
   for (const Policy& policy : request.policies) include(layout, policy, *request.scorers);
   if (layout.early) layout.slots = std::max(layout.slots, 2 * layout.batch);

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "lib/backend/index_ops.h"
-#include "offload/plan/planner.h"
+#include "offload/plan/request.h"
 #include "sluice/policy.h"
 #include "sluice/scorer.h"
 #include "sluice/types.h"
@@ -140,9 +140,6 @@ struct IndexLayout {
   std::size_t report_bytes() const;
   std::size_t bad_bytes() const;
 };
-
-// Blocks for sequences with `tokens` distinct tokens in total.
-std::int64_t blocks_for(std::int64_t context, std::int64_t sequences, std::int64_t tokens);
 
 // Tokens that a policy's selector proposes: its own quota, but at least twice the most that the
 // pruner may keep, so that short contexts leave a choice; plus the tokens that are always kept.

@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <array>
+#include <memory>
 #include <string>
+#include <utility>
 
 #include "lib/backend/kv_ops.h"
 #include "lib/backend/row_cache.h"
@@ -141,7 +143,7 @@ CacheWish cache_wish(const KvPlan& plan, const KvRequest& request, const IndexLa
       static_cast<std::uint64_t>(layout.batch * layout.selected * plan.shape.kv_heads) *
       plan.shape.row_bytes();
   // An explicit `row_cache` is always honoured.
-  const bool pays = request.cache_memory.has_value() || fetched >= request.cached_bytes;
+  const bool pays = request.cache_memory.has_value() || fetched >= request.on.cached_bytes;
   const auto layers = std::count(layout.selecting.begin(), layout.selecting.end(), true);
   const bool fits = RowCacheView::fits(plan.shape.layers, plan.host_rows());
   if (layers == 0 || fetched == 0 || !pays || !fits) return {};
@@ -231,6 +233,8 @@ std::int64_t KvPlan::host_rows() const {
   return sequences == 1 ? std::min(context, blocks * kPageTokens) : blocks * kPageTokens;
 }
 
+bool KvPlan::all_resident() const { return in_place || resident_tokens >= host_rows(); }
+
 int KvPlan::set_of(int layer) const {
   return std::binary_search(dense_layers.begin(), dense_layers.end(), layer) ? 1 : 0;
 }
@@ -288,9 +292,18 @@ std::uint64_t host_row_bytes(const KvPlan& plan) {
   return regions_of(plan.shape) * host_region_bytes(plan.shape, plan.host_rows());
 }
 
+// Blocks for sequences with `tokens` distinct tokens in total.
+std::int64_t blocks_for(std::int64_t context, std::int64_t sequences, std::int64_t tokens) {
+  const auto whole = [](std::int64_t count) { return (count + kPageTokens - 1) / kPageTokens; };
+  // A fork's first block of its own begins with shared tokens, and its last block is not full.
+  return std::min(sequences * whole(context), whole(tokens) + 2 * (sequences - 1));
+}
+
 // The parts of a plan that do not depend on the caps.
-KvPlan uncapped(const KvRequest& request, const IndexLayout& layout) {
+KvPlan uncapped(const KvRequest& request, std::shared_ptr<const IndexLayout> carried) {
+  const IndexLayout& layout = *carried;
   KvPlan plan;
+  plan.layout = std::move(carried);
   plan.shape = request.shape;
   plan.context = request.context;
   plan.sequences = request.sequences;
@@ -303,7 +316,7 @@ KvPlan uncapped(const KvRequest& request, const IndexLayout& layout) {
   plan.placed_rows = (layout.early ? 2 * layout.batch : layout.wave) * layout.selected;
   plan.dense_layers = layout.dense_layers();
   plan.index_bytes = layout.index_bytes();
-  plan.work_bytes = layout.selection_bytes().sum() + (layout.early ? request.branch_bytes : 0);
+  plan.work_bytes = layout.selection_bytes().sum() + (layout.early ? request.on.branch_bytes : 0);
   plan.table_bytes = layout.table_bytes();
   plan.host_bytes = host_row_bytes(plan) + layout.host_bytes();
   if (layout.lists_pages) {
@@ -489,10 +502,10 @@ void require_context(std::int64_t tokens) {
 
 KvPlan plan_kv(const KvRequest& request) {
   validate(request);
-  const IndexLayout layout = plan_index(request);
-  KvPlan plan = uncapped(request, layout);
-  if (request.disk) return plan_on_disk(std::move(plan), request, layout);
-  if (!request.device_cap && request.attends_host_rows) {
+  KvPlan plan = uncapped(request, std::make_shared<const IndexLayout>(plan_index(request)));
+  const IndexLayout& layout = *plan.layout;
+  if (request.disk) return plan_on_disk(plan, request, layout);
+  if (!request.device_cap && request.on.attends_host_rows) {
     plan.in_place = true;
     if (layout.zipvl) plan.compact_rows = std::min(kHostCompactRows, request.context);
     plan.host_bytes +=

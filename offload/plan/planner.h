@@ -3,51 +3,12 @@
 
 #include <cstdint>
 #include <optional>
-#include <span>
 
-#include "lib/backend/index_ops.h"
+#include "offload/plan/request.h"
 #include "sluice/errors.h"
 #include "sluice/kv_cache.h"
-#include "sluice/policy.h"
-#include "sluice/scorer.h"
 
 namespace sluice {
-
-// Where a plan may put rows that host memory does not hold.
-struct DiskRoom {
-  int directories = 1;
-  std::uint64_t bytes = UINT64_MAX;
-  // Host memory for rows on their way; without a device cap, for the device tier, too, which is
-  // host memory then.
-  std::uint64_t host_cap = 0;
-};
-
-// Requirements on a pool of sequences.
-struct KvRequest {
-  KvShape shape;
-  std::int64_t context = 0;    // tokens of one sequence
-  std::int64_t chunk = 512;    // most tokens per step of a prompt
-  std::int64_t sequences = 1;  // at a time
-  std::int64_t tokens = 0;     // distinct, of all sequences (forks share); 0: sequences * context
-  std::int64_t decode_batch = 1;  // most tokens per decode step; at least `sequences`
-  bool reports_positions = false;
-  std::span<const Policy> policies = {};    // that sessions may use; empty: dense
-  const Scorers* scorers = &own_scorers();  // that policies may name
-  Processor processor = Processor::host;    // that the scorers must run on
-  std::optional<std::uint64_t> device_cap = std::nullopt;
-  bool attends_host_rows = false;  // without a device cap the rows may stay in host memory
-  LogitFormat logits = {};         // how the backend keeps estimates
-  std::uint64_t branch_bytes = 0;  // see BackendInfo
-  std::uint64_t beside = 0;        // other bytes that the device cap must hold
-  // Least bytes of selected rows per step and layer for which the backend gains by a row cache.
-  std::uint64_t cached_bytes = 0;
-  // Most bytes for the row cache; unset: as many as pay off.
-  std::optional<std::uint64_t> cache_memory = std::nullopt;
-  // The host attends to part of the rows only in host memory; see
-  // offload/attention/host_attention.h.
-  bool host_attention = false;
-  std::optional<DiskRoom> disk = std::nullopt;  // set: rows that are not resident lie on disk
-};
 
 // Bytes that KvPool allocates for rows in the device tier; without a device that is host memory.
 struct DeviceRowBytes {

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "offload/plan/index_layout.h"
+#include "sluice/kv_cache.h"
 #include "sluice/types.h"
 
 namespace sluice {

@@ -49,7 +49,7 @@ KvBatch::KvBatch(KvSession& session, std::int64_t tokens)
 bool KvBatch::takes(const KvSession& session, std::int64_t tokens) {
   const KvPlan& plan = session.plan();
   if (tokens > plan.decode_batch) return false;
-  if (plan.in_place || plan.resident_tokens >= plan.host_rows()) return true;
+  if (plan.all_resident()) return true;
   for (int layer = 0; layer < plan.shape.layers; ++layer) {
     if (session.policy().is_dense(layer)) return false;
   }

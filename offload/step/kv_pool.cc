@@ -8,23 +8,20 @@
 namespace sluice {
 namespace {
 
-IndexLayout layout_of(const Backend& backend, const KvPlan& plan, std::span<const Policy> policies,
-                      const Scorers& scorers) {
-  KvRequest request;
-  request.shape = plan.shape;
-  request.context = plan.context;
-  request.sequences = plan.sequences;
-  request.tokens = plan.tokens;
-  request.decode_batch = plan.decode_batch;
-  request.reports_positions = plan.reports_positions;
-  request.policies = policies;
-  request.scorers = &scorers;
-  request.processor = backend.info().processor;
-  request.logits = backend.info().logits;
-  return plan_index(request);
+// Sizes of estimates are planned.
+void require_planned_for(const Backend& backend, const IndexLayout& layout) {
+  const LogitFormat& planned = layout.logits;
+  const LogitFormat& own = backend.info().logits;
+  check(!layout.selects() ||
+            (planned.dtype == own.dtype && planned.digested_from == own.digested_from &&
+             planned.digest_page_bytes == own.digest_page_bytes &&
+             planned.page_weight_bytes == own.page_weight_bytes),
+        "a plan for another kind of backend");
 }
 
-BlockLimits limits_of(const KvPlan& plan, const IndexLayout& layout) {
+BlockLimits limits_of(const KvPlan& plan) {
+  check(plan.layout != nullptr, "a plan that plan_kv() has not made");
+  const IndexLayout& layout = *plan.layout;
   BlockLimits limits;
   limits.sequences = plan.sequences;
   limits.sequence_pages = layout.pages();
@@ -50,10 +47,11 @@ KvPool::KvPool(std::shared_ptr<Queue> queue, const KvPlan& plan, std::span<const
       transfer_(queue_->make_sibling({.computes = false})),
       plan_(plan),
       policies_(policies.begin(), policies.end()),
-      tables_(limits_of(plan, layout_of(queue_->backend(), plan, policies, scorers))),
-      layout_(layout_of(queue_->backend(), plan, policies, scorers)) {
+      tables_(limits_of(plan)) {
   Backend& backend = queue_->backend();
-  check(plan.in_place || plan.resident_tokens >= plan.host_rows() || plan.stream_tokens > 0,
+  const IndexLayout& layout = *plan.layout;
+  require_planned_for(backend, layout);
+  check(plan.all_resident() || plan.stream_tokens > 0,
         "a plan that neither holds nor streams its rows");
   check(!plan.on_disk || plan.tails, "a plan on disk without the newest pages on the device");
   if (policies_.empty()) policies_.emplace_back();
@@ -73,18 +71,18 @@ KvPool::KvPool(std::shared_ptr<Queue> queue, const KvPlan& plan, std::span<const
   device_ = backend.allocate(Tier::device, rows.resident);
   window_ = backend.allocate(Tier::device, rows.window);
   stream_ = backend.allocate(Tier::device, rows.stream);
-  pages_ = backend.allocate(tier(), layout_.page_table_bytes());
-  tiles_ = backend.allocate(tier(), layout_.tile_table_bytes());
-  tokens_ = backend.allocate(tier(), layout_.token_bytes());
+  pages_ = backend.allocate(tier(), layout.page_table_bytes());
+  tiles_ = backend.allocate(tier(), layout.tile_table_bytes());
+  tokens_ = backend.allocate(tier(), layout.token_bytes());
   if (plan.cache_rows > 0) cache_ = std::make_unique<RowCache>(*queue_, plan);
-  if (layout_.selects()) {
+  if (layout.selects()) {
     if (plan.on_disk) disk_rows_ = std::make_unique<DiskRows>(*queue_, plan, *disk_);
-    sparse_ = std::make_unique<SparseAttention>(*queue_, layout_, scorers, tier(),
+    sparse_ = std::make_unique<SparseAttention>(*queue_, layout, scorers, tier(),
                                                 SelectedRows{cache_.get(), disk_rows_.get()});
     sparse_->index().use_table(reinterpret_cast<const std::int32_t*>(tiles_.data()));
   }
-  if (layout_.zipvl) {
-    important_ = std::make_unique<ImportantTokens>(*queue_, layout_, rows.compact, tier());
+  if (layout.zipvl) {
+    important_ = std::make_unique<ImportantTokens>(*queue_, layout, rows.compact, tier());
   }
   if (plan.listed_blocks > 0) listed_ = std::make_unique<ListedPages>(*queue_, plan, tier());
   if (plan.host_attention) {
@@ -161,7 +159,7 @@ void KvPool::truncate(std::int32_t sequence, std::span<const std::int64_t> ends,
 }
 
 void KvPool::keep_sums(std::int32_t sequence, std::int64_t length) {
-  if (sparse_ == nullptr || !layout_.sums_values()) return;
+  if (sparse_ == nullptr || !plan_.layout->sums_values()) return;
   kept_sequence_ = sparse_->index().keep_sums(sequence) ? sequence : -1;
   kept_length_ = length;
 }
@@ -401,7 +399,7 @@ void KvPool::publish() {
     if (change.is_tile) {
       if (change.number >= tables_.tiles(change.sequence)) continue;
       tiles[i] = tables_.tile(change.sequence, change.number);
-      const std::int64_t at = change.sequence * layout_.sequence_tiles() + change.number;
+      const std::int64_t at = change.sequence * plan_.layout->sequence_tiles() + change.number;
       add(tiles_.data() + static_cast<std::size_t>(at) * sizeof(std::int32_t), &tiles[i],
           sizeof(std::int32_t));
     } else if (change.number < tables_.pages(change.sequence)) {
@@ -411,7 +409,8 @@ void KvPool::publish() {
   for (int set = 0; set < plan_.sets(); ++set) {
     for (const BlockTables::Change& change : page_changes) {
       pages.push_back(tables_.page(change.sequence, change.number, set));
-      const std::int64_t at = table_of(set) + change.sequence * layout_.pages() + change.number;
+      const std::int64_t at =
+          table_of(set) + change.sequence * plan_.layout->pages() + change.number;
       add(pages_.data() + static_cast<std::size_t>(at) * sizeof(PageSlots), &pages.back(),
           sizeof(PageSlots));
     }
@@ -420,7 +419,7 @@ void KvPool::publish() {
   if (host_attention_ == nullptr) return;
   std::vector<std::int64_t> entries;
   for (const BlockTables::Change& change : page_changes) {
-    entries.push_back(change.sequence * layout_.pages() + change.number);
+    entries.push_back(change.sequence * plan_.layout->pages() + change.number);
   }
   host_attention_->mirror(entries);
 }
@@ -457,7 +456,7 @@ PagedRows KvPool::rows(int layer) const {
     rows.device_stride = device_stride(set);
   }
   rows.pages = reinterpret_cast<const PageSlots*>(pages_.data()) + table_of(set);
-  rows.table_stride = layout_.pages();
+  rows.table_stride = plan_.layout->pages();
   return rows;
 }
 

@@ -163,7 +163,7 @@ class KvPool {
   void subtract_values(int layer, std::int32_t sequence, std::int64_t first, std::int64_t end);
   void publish();
   // The first entry of a set's page table.
-  std::int64_t table_of(int set) const { return set * plan_.sequences * layout_.pages(); }
+  std::int64_t table_of(int set) const { return set * plan_.sequences * plan_.layout->pages(); }
 
   std::shared_ptr<Queue> queue_;
   std::unique_ptr<Queue> transfer_;
@@ -182,7 +182,6 @@ class KvPool {
   Buffer pages_;                // PageSlots [sets, sequences, pages of one]
   Buffer tiles_;                // std::int32_t [sequences, tiles of one]
   Buffer tokens_;               // BatchToken [decode_batch]
-  IndexLayout layout_;
   std::unique_ptr<RowCache> cache_;
   std::unique_ptr<DiskRows> disk_rows_;
   std::int32_t kept_sequence_ = -1;  // of keep_sums(); -1: none

@@ -78,7 +78,7 @@ KvRequest request_for(const ModelConfig& config, const Policy& policy, std::int6
   request.sequences = sequences;
   request.tokens = request.context + 20000 * (sequences - 1);
   request.policies = {&policy, 1};
-  request.logits = kLogits;
+  request.on.logits = kLogits;
   return request;
 }
 

@@ -40,18 +40,19 @@ Scorers with_signs() {
 
 Policy policy_of(const std::string& text) { return parse_policy(text, with_signs()); }
 
-KvPlan plan_of(const KvShape& shape, std::int64_t context, const Policy& policy,
-               std::optional<std::uint64_t> cap = std::nullopt, std::int64_t sequences = 1) {
+KvPlan plan_of(const BackendInfo& on, const KvShape& shape, std::int64_t context,
+               const Policy& policy, std::optional<std::uint64_t> cap = std::nullopt,
+               std::int64_t sequences = 1) {
   const Scorers scorers = with_signs();
   KvRequest request;
   request.shape = shape;
+  request.on = on;
   request.context = context;
   request.chunk = 64;
   request.sequences = sequences;
   request.policies = {&policy, 1};
   request.scorers = &scorers;
   request.device_cap = cap;
-  request.attends_host_rows = true;
   return plan_kv(request);
 }
 
@@ -178,12 +179,12 @@ TEST(SignsSession, SelectsWhatTheDefinitionSays) {
   for (const int group : {1, 4}) {
     const KvShape shape{2, 2 * group, 2, 32, DType::bf16};
     const Script script(shape, 700, seed);
-    const KvPlan free = plan_of(shape, 700, policy);
+    const KvPlan free = plan_of(CountingBackend().info(), shape, 700, policy);
     const std::uint64_t cap = free.index_bytes + free.work_bytes + free.table_bytes +
                               8 * kPageTokens * shape.token_bytes() / 2;
     for (const bool capped : {false, true}) {
       CountingBackend backend(capped ? cap : MemoryAccount::kNoCap);
-      const KvPlan plan = capped ? plan_of(shape, 700, policy, cap) : free;
+      const KvPlan plan = capped ? plan_of(backend.info(), shape, 700, policy, cap) : free;
       KvSession session = session_of(backend, plan, policy);
       script.prefill(session, 510);
       for (std::int64_t at = 510; at < 515; ++at) {
@@ -210,11 +211,11 @@ TEST(SignsSession, TheIndexSurvivesForksAndRewinding) {
   const Script one(shape, 700, seed);
   const Script two(shape, 700, seed + 1);
   cpu::CpuBackend backend{cpu::CpuOptions{}};
-  const auto pool =
-      std::make_shared<KvPool>(backend.make_queue(), plan_of(shape, 700, policy, {}, 3),
-                               std::span(&policy, 1), with_signs());
+  const auto pool = std::make_shared<KvPool>(backend.make_queue(),
+                                             plan_of(backend.info(), shape, 700, policy, {}, 3),
+                                             std::span(&policy, 1), with_signs());
   const auto answer = [&](std::int64_t shared, std::int64_t end) {
-    KvSession fresh = session_of(backend, plan_of(shape, 700, policy), policy);
+    KvSession fresh = session_of(backend, plan_of(backend.info(), shape, 700, policy), policy);
     one.prefill(fresh, shared);
     two.prefill(fresh, end - shared);
     return two.step(fresh, Phase::decode, 1);
@@ -235,7 +236,7 @@ TEST(SignsSession, TheIndexSurvivesForksAndRewinding) {
               kTolerance)
         << length;
   }
-  KvSession alone = session_of(backend, plan_of(shape, 700, policy), policy);
+  KvSession alone = session_of(backend, plan_of(backend.info(), shape, 700, policy), policy);
   one.prefill(alone, 450);
   EXPECT_LT(largest_difference(one.step(root, Phase::decode, 1), one.step(alone, Phase::decode, 1)),
             kTolerance)
@@ -245,14 +246,14 @@ TEST(SignsSession, TheIndexSurvivesForksAndRewinding) {
 TEST(SignsSession, ItsBytesArePlannedCappedAndInTheLedger) {
   const Policy policy = policy_of("select=signs prune=top_k(64)");
   const KvShape shape{3, 8, 2, 64, DType::bf16};
-  const KvPlan plan = plan_of(shape, 1024, policy);
+  const KvPlan plan = plan_of(CountingBackend().info(), shape, 1024, policy);
   const std::size_t page = 2 * 64 * 4 + 128 * 2 * 4;  // means and sizes; signs
   // Whole pages, and what a pool keeps of tiles for forks: never less than the pages of a sequence.
   const std::size_t regions = 3 * 2;
   EXPECT_GE(plan.index_bytes, regions * 8 * page);
   EXPECT_EQ(plan.index_bytes % (regions * kTilePages * page), 0u);
   EXPECT_LE(plan.index_bytes, regions * (8 + 2 * kTilePages) * page);
-  EXPECT_THROW(plan_of(shape, 1024, policy, plan.index_bytes), Error);
+  EXPECT_THROW(plan_of(CountingBackend().info(), shape, 1024, policy, plan.index_bytes), Error);
 
   CountingBackend backend;
   KvSession session = session_of(backend, plan, policy);
@@ -281,7 +282,7 @@ TEST(SignsSession, FindsNeedles) {
   for (int trial = 0; trial < kTrials; ++trial) {
     const std::int64_t needle = random.integer(0, 639);
     const std::vector<float> q = random.normal(64);
-    KvSession session = session_of(backend, plan_of(shape, 700, policy), policy);
+    KvSession session = session_of(backend, plan_of(backend.info(), shape, 700, policy), policy);
     const auto step = [&](Phase phase, std::int64_t tokens) {
       const std::int64_t first = session.length();
       std::vector<float> k = random.normal(tokens * 64);
@@ -318,8 +319,8 @@ TEST(SignsSession, WorksWithEveryOtherWord) {
     EXPECT_EQ(parse_policy(to_string(policy), with_signs()), policy);
     EXPECT_EQ(policy_from_json(to_json(policy), with_signs()), policy);
     cpu::CpuBackend backend{cpu::CpuOptions{}};
-    KvSession sparse = session_of(backend, plan_of(shape, 700, policy), policy);
-    KvSession dense = session_of(backend, plan_of(shape, 700, {}), {});
+    KvSession sparse = session_of(backend, plan_of(backend.info(), shape, 700, policy), policy);
+    KvSession dense = session_of(backend, plan_of(backend.info(), shape, 700, {}), {});
     script.prefill(sparse, 500);
     script.prefill(dense, 500);
     EXPECT_LT(largest_difference(script.step(sparse, Phase::decode, 1),

@@ -23,6 +23,7 @@
 #include "offload/step/kv_session.h"
 #include "offload/step/solo_step.h"
 #include "tests/support/late_backend.h"
+#include "tests/support/plan.h"
 #include "tests/support/random.h"
 #include "tests/support/script.h"
 #include "tests/support/simulated_disk.h"
@@ -47,7 +48,7 @@ KvPlan plan_of(const KvShape& shape, const Policy& policy, DeviceTier device, st
   request.chunk = 64;
   request.sequences = 4;
   request.policies = {&policy, 1};
-  request.attends_host_rows = true;
+  request.on = testing::cpu_info();
   request.disk = DiskRoom();
   if (device == DeviceTier::own) request.device_cap = std::uint64_t{1} << 40;
   request.disk->host_cap = std::uint64_t{1} << 40;

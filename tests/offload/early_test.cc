@@ -30,14 +30,14 @@ constexpr std::int64_t kPrompt = 600;
 const KvShape kSingle{5, 2, 2, 32, DType::f32};
 const KvShape kGrouped{5, 6, 2, 32, DType::f32};
 
-KvPlan plan_of(const KvShape& shape, std::span<const Policy> policies) {
+KvPlan plan_of(const BackendInfo& on, const KvShape& shape, std::span<const Policy> policies) {
   KvRequest request;
+  request.on = on;
   request.shape = shape;
   request.context = kContext;
   request.chunk = 200;
   request.sequences = 4;
   request.policies = policies;
-  request.attends_host_rows = true;
   request.reports_positions = true;
   return plan_kv(request);
 }
@@ -47,7 +47,8 @@ class EarlyRows : public ::testing::TestWithParam<testing::NamedBackend> {
   // A session that has appended the prompt.
   KvSession session(const KvShape& shape, const Policy& policy, const Script& script) {
     if (backend_ == nullptr) backend_ = GetParam().make();
-    const auto pool = std::make_shared<KvPool>(backend_->make_queue(), plan_of(shape, {&policy, 1}),
+    const auto pool = std::make_shared<KvPool>(backend_->make_queue(),
+                                               plan_of(backend_->info(), shape, {&policy, 1}),
                                                std::span(&policy, 1));
     KvSession session(pool);
     script.append(session, kPrompt);
@@ -264,7 +265,7 @@ TEST(EarlySessions, AnswerAsWithoutARowCache) {
     request.chunk = 64;
     request.sequences = 4;
     request.policies = {&policy, 1};
-    request.attends_host_rows = true;
+    request.on = backend.info();
     const KvPlan free = plan_kv(request);
     const std::uint64_t block = kPageTokens * shape.token_bytes();
     request.device_cap = free.index_bytes + free.work_bytes + free.table_bytes + 7 * block;

@@ -114,7 +114,7 @@ class LedgerReads
     request.decode_batch = 8;
     request.policies = {&policy_, 1};
     request.device_cap = cap;
-    request.attends_host_rows = true;
+    request.on.attends_host_rows = true;
     return plan_kv(request);
   }
   std::optional<std::uint64_t> cap() const {

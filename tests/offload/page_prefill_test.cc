@@ -125,7 +125,7 @@ KvPlan plan_for(const BackendInfo& info, const KvShape& shape, const Policy& pol
   request.decode_batch = kForks;
   request.policies = {&policy, 1};
   request.device_cap = cap;
-  request.attends_host_rows = info.compute_tier == Tier::host;
+  request.on = info;
   return plan_kv(request);
 }
 

@@ -95,9 +95,9 @@ TEST(Planner, RefusesWhatTheBackendDoesNotTake) {
     request.shape = {4, 2 * group, 2, 64, DType::bf16};
     request.context = context;
     request.policies = {&policy, 1};
-    request.logits.most_group = 64;
-    request.logits.most_tokens = 100000;
-    request.logits.most_tile_tokens = 50000;
+    request.on.logits.most_group = 64;
+    request.on.logits.most_tokens = 100000;
+    request.on.logits.most_tile_tokens = 50000;
     return plan_kv(request);
   };
   const auto refused = [&](const char* text, int group, std::int64_t context) {
@@ -225,7 +225,7 @@ TEST(Planner, NeverPlansPastTheCap) {
     request.context = random.integer(1, 200000);
     request.chunk = random.integer(1, 2048);
     request.sequences = random.integer(1, 3);
-    request.attends_host_rows = true;
+    request.on.attends_host_rows = true;
     request.device_cap = static_cast<std::uint64_t>(random.integer(0, std::int64_t{1} << 28));
     if (random.integer(0, 1) == 0) request.cache_memory = *request.device_cap / 3;
     try {

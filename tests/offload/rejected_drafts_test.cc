@@ -75,7 +75,8 @@ TEST_P(RejectedDrafts, LeaveNoTrace) {
   if (device == nullptr) return;
   const std::vector<Policy> policies = {parse_policy(line)};
   const auto plan = [&](std::optional<std::uint64_t> cap) {
-    return testing::plan_of(kShape, kContext, 64, cap, true, policies, kDrafts + 1);
+    return testing::plan_on(device->backend->info(), kShape, kContext, 64, cap, policies,
+                            kDrafts + 1);
   };
   std::optional<std::uint64_t> cap;
   if (capped) cap = testing::least_cap([&](std::uint64_t bytes) { plan(bytes); });

@@ -38,7 +38,7 @@ KvRequest request_of(std::int64_t context, std::int64_t sequences, const Policy&
   request.chunk = 64;
   request.sequences = sequences;
   request.policies = {&policy, 1};
-  request.attends_host_rows = true;
+  request.on = testing::cpu_info();
   return request;
 }
 
@@ -226,6 +226,7 @@ TEST(RowCachePlan, TakesWhatItMayAndIsCounted) {
   const KvPlan most = plan_of(2000, 2, policy, 0);
   for (const std::uint64_t cache : {0, 12000, 60000, 200000}) {
     KvRequest request = request_of(2000, 2, policy);
+    request.on = CountingBackend().info();
     request.cache_memory = cache;
     request.device_cap = most.device_bytes + 200000;
     const KvPlan plan = plan_kv(request);
@@ -253,12 +254,12 @@ TEST(RowCachePlan, HasNoneWhereNothingIsFetched) {
   EXPECT_EQ(plan_kv(request).cache_rows, 0);
   request.device_cap = plan_of(2000, 1, policy, 100000).device_bytes;
   EXPECT_GT(plan_kv(request).cache_rows, 0);
-  request.cached_bytes = std::uint64_t{1} << 20;
+  request.on.cached_bytes = std::uint64_t{1} << 20;
   EXPECT_EQ(plan_kv(request).cache_rows, 0) << "too few rows to gain by it";
   request.cache_memory = 50000;
   EXPECT_GT(plan_kv(request).cache_rows, 0) << "but it was asked for";
   request.cache_memory.reset();
-  request.cached_bytes = 0;
+  request.on.cached_bytes = 0;
   request.policies = {};
   EXPECT_EQ(plan_kv(request).cache_rows, 0);
 }
@@ -269,7 +270,7 @@ TEST(RowCachePlan, CountsEveryTokenOfAStep) {
   const auto has_cache = [&](std::int64_t sequences, std::uint64_t cached_bytes) {
     KvRequest request = request_of(2000, sequences, policy);
     request.device_cap = plan_of(2000, sequences, policy, 100000).device_bytes;
-    request.cached_bytes = cached_bytes;
+    request.on.cached_bytes = cached_bytes;
     return plan_kv(request).cache_rows > 0;
   };
   std::uint64_t enough = 1;

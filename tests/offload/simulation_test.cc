@@ -170,7 +170,8 @@ class World {
     request.sequences = sequences_;
     request.decode_batch = 8;
     request.policies = policies_;
-    request.attends_host_rows = random_.integer(0, 1) == 0;
+    request.on = testing::cpu_info();
+    request.on.attends_host_rows = random_.integer(0, 1) == 0;
     request.host_attention = random_.integer(0, 1) == 0;
     request.device_cap = std::uint64_t{1} << 40;
     const KvPlan whole = plan_kv(request);

@@ -159,8 +159,7 @@ Policy policy_of(double tau, bool evicts) {
 // On a device of `info`, or under a cap.
 KvPlan plan_for(const BackendInfo& info, const KvShape& shape, const Policy& policy,
                 std::int64_t chunk, std::optional<std::uint64_t> cap) {
-  return testing::plan_of(shape, kContext, chunk, cap, info.compute_tier == Tier::host,
-                          {&policy, 1});
+  return testing::plan_on(info, shape, kContext, chunk, cap, {&policy, 1});
 }
 
 std::uint64_t least_cap(const KvShape& shape, const Policy& policy, std::int64_t chunk) {

@@ -27,7 +27,8 @@ KvSession make_session(Backend& backend, const KvShape& shape, std::int64_t cont
                        const std::vector<Policy>& policies, std::int64_t batch = 1,
                        std::optional<std::uint64_t> cap = std::nullopt) {
   return testing::session_of(
-      backend, testing::plan_of(shape, context, 256, cap, true, policies, batch), policies);
+      backend, testing::plan_on(backend.info(), shape, context, 256, cap, policies, batch),
+      policies);
 }
 
 // Every method with a budget that leaves nothing out.

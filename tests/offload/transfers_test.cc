@@ -25,7 +25,7 @@ class DecodedToken {
   explicit DecodedToken(const std::string& policy) {
     const Policy parsed = parse_policy(policy);
     KvSession session = testing::session_of(
-        backend_, testing::plan_of(kShape, 700, 256, std::nullopt, true, {&parsed, 1}),
+        backend_, testing::plan_on(backend_.info(), kShape, 700, 256, std::nullopt, {&parsed, 1}),
         {&parsed, 1});
     for (std::int64_t left = kPrompt; left > 0; left -= 200) step(session, Phase::prefill, 200);
     step(session, Phase::decode, 1);

@@ -6,6 +6,7 @@
 #include <span>
 
 #include "offload/plan/planner.h"
+#include "tests/support/plan.h"
 
 namespace sluice::testing {
 
@@ -44,7 +45,7 @@ inline KvPlan shared_plan(const KvShape& shape, std::int64_t context, std::int64
   request.tokens = tokens;
   request.policies = policies;
   request.device_cap = cap;
-  request.attends_host_rows = true;
+  request.on = cpu_info();
   return plan_kv(request);
 }
 

@@ -7,6 +7,7 @@
 #include <optional>
 #include <span>
 
+#include "cpu/cpu_backend.h"
 #include "offload/plan/planner.h"
 #include "offload/step/kv_pool.h"
 #include "offload/step/kv_session.h"
@@ -14,20 +15,38 @@
 
 namespace sluice::testing {
 
-inline KvPlan plan_of(const KvShape& shape, std::int64_t context, std::int64_t chunk,
-                      std::optional<std::uint64_t> device_cap, bool attends_host_rows,
+// `on`: the backend of sessions whose policies select; others run on any backend.
+inline KvPlan plan_on(const BackendInfo& on, const KvShape& shape, std::int64_t context,
+                      std::int64_t chunk, std::optional<std::uint64_t> device_cap,
                       std::span<const Policy> policies = {}, std::int64_t decode_batch = 1,
                       std::optional<std::uint64_t> cache_memory = std::nullopt) {
   KvRequest request;
   request.shape = shape;
+  request.on = on;
   request.context = context;
   request.chunk = chunk;
   request.decode_batch = decode_batch;
   request.policies = policies;
   request.device_cap = device_cap;
-  request.attends_host_rows = attends_host_rows;
   request.cache_memory = cache_memory;
   return plan_kv(request);
+}
+
+// The same on the reference backend.
+inline KvPlan plan_of(const KvShape& shape, std::int64_t context, std::int64_t chunk,
+                      std::optional<std::uint64_t> device_cap, bool attends_host_rows,
+                      std::span<const Policy> policies = {}, std::int64_t decode_batch = 1,
+                      std::optional<std::uint64_t> cache_memory = std::nullopt) {
+  BackendInfo on;
+  on.attends_host_rows = attends_host_rows;
+  return plan_on(on, shape, context, chunk, device_cap, policies, decode_batch, cache_memory);
+}
+
+// What a CPU backend says of itself.
+inline BackendInfo cpu_info() {
+  cpu::CpuOptions options;
+  options.threads = 1;
+  return cpu::CpuBackend(options).info();
 }
 
 // The session gets its own queue.

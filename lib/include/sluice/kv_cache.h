@@ -84,6 +84,8 @@ struct KvConfig {
   Scorers scorers;  // scorers that the policies may name: Sluice's own and added ones
 };
 
+struct IndexLayout;
+
 // The placement of rows and the bytes it takes, computed before anything is allocated.
 struct KvPlan {
   KvShape shape;
@@ -133,6 +135,11 @@ struct KvPlan {
   // includes device_bytes.
   bool device_in_host = false;
 
+  // The key index and the work space of the policies that were planned for; Sluice's own.
+  std::shared_ptr<const IndexLayout> layout;
+
+  // True if attention finds every row where it reads.
+  bool all_resident() const;
   // Layers form one set, or two if there are dense_layers: those are set 1, others set 0.
   int sets() const { return dense_layers.empty() ? 1 : 2; }
   int set_of(int layer) const;

@@ -1,0 +1,46 @@
+// The request for a plan: the caller's sizes, policies and caps, and the backend that will run it.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+
+#include "lib/backend.h"
+#include "sluice/policy.h"
+#include "sluice/scorer.h"
+#include "sluice/types.h"
+
+namespace sluice {
+
+// Where a plan may put rows that host memory does not hold.
+struct DiskRoom {
+  int directories = 1;
+  std::uint64_t bytes = UINT64_MAX;
+  // Host memory for rows on their way; without a device cap, for the device tier, too, which is
+  // host memory then.
+  std::uint64_t host_cap = 0;
+};
+
+// Requirements on a pool of sequences.
+struct KvRequest {
+  KvShape shape;
+  BackendInfo on = {};         // that will run the pool
+  std::int64_t context = 0;    // tokens of one sequence
+  std::int64_t chunk = 512;    // most tokens per step of a prompt
+  std::int64_t sequences = 1;  // at a time
+  std::int64_t tokens = 0;     // distinct, of all sequences (forks share); 0: sequences * context
+  std::int64_t decode_batch = 1;  // most tokens per decode step; at least `sequences`
+  bool reports_positions = false;
+  std::span<const Policy> policies = {};    // that sessions may use; empty: dense
+  const Scorers* scorers = &own_scorers();  // that policies may name
+  std::optional<std::uint64_t> device_cap = std::nullopt;
+  std::uint64_t beside = 0;  // other bytes that the device cap must hold
+  // Most bytes for the row cache; unset: as many as pay off.
+  std::optional<std::uint64_t> cache_memory = std::nullopt;
+  // The host attends to part of the rows only in host memory; see
+  // offload/attention/host_attention.h.
+  bool host_attention = false;
+  std::optional<DiskRoom> disk = std::nullopt;  // set: rows that are not resident lie on disk
+};
+
+}  // namespace sluice
