@@ -52,6 +52,7 @@ struct BackendInfo {
   std::vector<int> head_dims;  // that attention has kernels for; empty: all even ones up to 256
   bool f32_rows = true;        // supports rows in f32 besides f16 and bf16
   bool coded_rows = true;      // supports rows of every RowCode
+  bool windows = true;         // attention to the newest rows only
   int most_query_heads = std::numeric_limits<int>::max();
   int threads = 1;
   LinkRates link;

@@ -77,7 +77,14 @@ Plan make_plan(const Extent& e, int threads, AttendKernel kernel) {
   return plan;
 }
 
-// Tile `tile` of KV head `head`, with all of its rows.
+// Leaves out the first `count` rows of a tile.
+void skip(AttendTile& tile, std::int64_t count) {
+  if (count > 0) tile.rows += static_cast<std::size_t>(count) * tile.row_bytes;
+  tile.count -= count;
+  tile.visible -= count;
+}
+
+// Tile `tile` of KV head `head`, with all rows that it sees through its window.
 AttendTile make_tile(const AttendParams& p, const Plan& plan, std::int64_t tile, int head) {
   const KvShape& shape = p.shape;
   const std::int64_t token = tile * plan.tile_tokens;
@@ -101,6 +108,8 @@ AttendTile make_tile(const AttendParams& p, const Plan& plan, std::int64_t tile,
   t.lse_stride = shape.query_heads;
   t.lse = p.lse + token * t.lse_stride + first_head;
   t.merge = p.merge;
+  t.window = p.window;
+  skip(t, t.first_of(0));
   return t;
 }
 
@@ -111,9 +120,8 @@ void narrow(AttendTile& tile, std::int64_t split, std::int64_t splits) {
   const std::int64_t begin = split * seen / splits / kAlign * kAlign;
   const std::int64_t end =
       split + 1 == splits ? seen : (split + 1) * seen / splits / kAlign * kAlign;
-  if (begin > 0) tile.rows += static_cast<std::size_t>(begin) * tile.row_bytes;
+  skip(tile, begin);
   tile.count = end - begin;
-  tile.visible -= begin;
 }
 
 void run(AttendKernel kernel, const AttendTile& tile) {
@@ -244,6 +252,8 @@ void attend(const AttendParams& params, Threads& threads, AttendKernel kernel) {
   check(params.rows.size() == static_cast<std::size_t>(shape.kv_heads),
         "attention needs one run of rows per KV head");
   check(attend_supported(kernel, shape), "this attention kernel cannot run here");
+  check(params.window == 0 || (params.seen == nullptr && !params.listed.exist()),
+        "a window of rows that are chosen already");
   const Plan plan = make_plan(extent_of(params), threads.count(), kernel);
   const std::int64_t pairs = plan.tiles * shape.kv_heads;
   const Partials partials(params, plan);

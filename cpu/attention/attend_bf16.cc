@@ -223,11 +223,15 @@ inline __m512 exp2_of(__m512 x) {
 void mask_column(const AttendTile& tile, std::size_t column, const Block& block, std::size_t rows,
                  float* scores) {
   alignas(64) std::int32_t seen[kSide];
+  alignas(64) std::int32_t begins[kSide];
   for (std::size_t i = 0; i < kSide; ++i) {
     const int m = std::min(static_cast<int>(column * kSide + i), tile.queries - 1);
-    const std::int64_t visible = tile.visible_to(m) - block.first;
-    seen[i] = static_cast<std::int32_t>(
-        std::clamp<std::int64_t>(visible, 0, static_cast<std::int64_t>(rows)));
+    const auto in_block = [&](std::int64_t row) {
+      return static_cast<std::int32_t>(
+          std::clamp<std::int64_t>(row - block.first, 0, static_cast<std::int64_t>(rows)));
+    };
+    seen[i] = in_block(tile.visible_to(m));
+    begins[i] = in_block(tile.first_of(m));
   }
   const __m512i limit = _mm512_load_si512(seen);
   const __m512 hidden = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
@@ -235,6 +239,13 @@ void mask_column(const AttendTile& tile, std::size_t column, const Block& block,
   for (std::size_t r = first; r < rows; ++r) {
     const __mmask16 hide =
         _mm512_cmple_epi32_mask(limit, _mm512_set1_epi32(static_cast<std::int32_t>(r)));
+    _mm512_mask_store_ps(scores + r * kSide, hide, hidden);
+  }
+  const __m512i begin = _mm512_load_si512(begins);
+  const auto latest = static_cast<std::size_t>(*std::max_element(begins, begins + kSide));
+  for (std::size_t r = 0; r < latest; ++r) {
+    const __mmask16 hide =
+        _mm512_cmpgt_epi32_mask(begin, _mm512_set1_epi32(static_cast<std::int32_t>(r)));
     _mm512_mask_store_ps(scores + r * kSide, hide, hidden);
   }
 }
@@ -309,7 +320,8 @@ void attend_panel(const AttendTile& tile, const PanelState& s, const Block& bloc
                   std::size_t panel, const Bf16Products& products) {
   const int last = std::min(static_cast<int>((panel + 1) * kPanel), tile.queries) - 1;
   const std::int64_t seen = tile.visible_to(last) - block.first;
-  if (seen <= 0) return;
+  const std::int64_t begin = tile.first_of(static_cast<int>(panel * kPanel)) - block.first;
+  if (seen <= 0 || begin >= static_cast<std::int64_t>(block.rows)) return;
   const std::size_t rows = std::min(block.rows, round_up(static_cast<std::size_t>(seen), kDepth));
   const std::size_t first = 2 * panel;
   const std::size_t matrix = first * kSide * s.head_dim;
@@ -318,7 +330,7 @@ void attend_panel(const AttendTile& tile, const PanelState& s, const Block& bloc
   for (std::size_t i = 0; i < 2; ++i) {
     float* const scores = s.scores + i * kBlockRows * kSide;
     if (tile.format.is_coded()) scale_column(s, scores, rows);
-    if (seen_by_all < static_cast<std::int64_t>(rows)) {
+    if (seen_by_all < static_cast<std::int64_t>(rows) || block.first < tile.first_of(last)) {
       mask_column(tile, first + i, block, rows, scores);
     }
     weigh_column(s, first + i, scores, rows, tile.format.is_coded(),

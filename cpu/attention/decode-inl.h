@@ -176,6 +176,10 @@ void mask_scores(const AttendTile& tile, int bunch, std::int64_t first, std::siz
     // Rows past the block's last row repeat it, so they are masked, too.
     const auto seen =
         std::clamp<std::int64_t>(tile.visible_to(m) - first, 0, static_cast<std::int64_t>(rows));
+    const auto hidden = std::clamp<std::int64_t>(tile.first_of(m) - first, 0, seen);
+    for (auto r = std::size_t{0}; r < static_cast<std::size_t>(hidden); ++r) {
+      scores[r * kQ + g] = kMinusInfinity;
+    }
     for (auto r = static_cast<std::size_t>(seen); r < padded; ++r) {
       scores[r * kQ + g] = kMinusInfinity;
     }
@@ -248,7 +252,8 @@ void attend_block(const AttendTile& tile, const DecodeState& state, const RowBlo
   const auto end = first + static_cast<std::int64_t>(block.rows);
   for (std::size_t bunch = 0; bunch * kQ < state.queries; ++bunch) {
     score_rows<kQ, T>(block, state.q + bunch * kQ * d, d, state.scores);
-    if (block.rows % (kLanes / kQ) != 0 || end > tile.visible_to(0)) {
+    if (block.rows % (kLanes / kQ) != 0 || end > tile.visible_to(0) ||
+        first < tile.first_of(tile.queries - 1)) {
       mask_scores<kQ>(tile, static_cast<int>(bunch), first, block.rows, state.scores);
     }
     weigh_scores<kQ>(state, bunch, block.rows, state.scores);

@@ -90,6 +90,11 @@ void mask_panel(const AttendTile& tile, std::size_t panel, std::int64_t first, s
   for (std::size_t lane = 0; lane < kPanel; ++lane) {
     const int m = std::min(static_cast<int>(panel * kPanel + lane), tile.queries - 1);
     const std::int64_t seen = std::max<std::int64_t>(tile.visible_to(m) - first, 0);
+    const auto hidden =
+        std::clamp<std::int64_t>(tile.first_of(m) - first, 0, static_cast<std::int64_t>(rows));
+    for (std::size_t r = 0; r < static_cast<std::size_t>(hidden); ++r) {
+      scores[r * kPanel + lane] = kMinusInfinity;
+    }
     for (auto r = static_cast<std::size_t>(seen); r < rows; ++r) {
       scores[r * kPanel + lane] = kMinusInfinity;
     }
@@ -127,15 +132,17 @@ void attend_panel(const AttendTile& tile, const PrefillState& state, std::size_t
                   std::int64_t first, std::size_t rows) {
   const int last = std::min(static_cast<int>((panel + 1) * kPanel), tile.queries) - 1;
   const std::int64_t seen = tile.visible_to(last) - first;
-  if (seen <= 0) return;
+  const int earliest = static_cast<int>(panel * kPanel);
+  const bool is_hidden = tile.first_of(earliest) - first >= static_cast<std::int64_t>(rows);
+  if (seen <= 0 || is_hidden) return;
   rows = std::min(rows, static_cast<std::size_t>(seen));
   const std::size_t padded = hwy::RoundUpTo(rows, kProductRows);
   const std::size_t matrix = panel * state.head_dim * kPanel;
   float* const values = state.values + matrix;
   multiply<false>({state.keys, state.stride, 1}, state.q + matrix, padded, state.head_dim,
                   state.scores);
-  const int earliest = static_cast<int>(panel * kPanel);
-  if (static_cast<std::int64_t>(padded) > tile.visible_to(earliest) - first) {
+  if (static_cast<std::int64_t>(padded) > tile.visible_to(earliest) - first ||
+      first < tile.first_of(last)) {
     mask_panel(tile, panel, first, padded, state.scores);
   }
   for (std::size_t lanes = 0; lanes < kPanel; lanes += kLanes) {

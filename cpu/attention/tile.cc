@@ -51,6 +51,11 @@ std::int64_t AttendTile::visible_to(int m) const {
   return std::clamp<std::int64_t>(visible + more, 0, count);
 }
 
+std::int64_t AttendTile::first_of(int m) const {
+  if (window == 0) return 0;
+  return std::clamp<std::int64_t>(visible + m / group - window, 0, count);
+}
+
 void finish_query(const AttendTile& tile, int m, const SoftmaxState& state) {
   const double logits = (std::log2(static_cast<double>(state.sum)) + state.highest);
   const float lse =

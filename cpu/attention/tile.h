@@ -26,6 +26,8 @@ struct AttendTile {
   // be < 0 or > count.
   std::int64_t visible = 0;
   const std::int32_t* seen = nullptr;  // [tokens] or null
+  // > 0: of those rows each token sees the last `window`; `seen` is null.
+  std::int64_t window = 0;
 
   float* out = nullptr;  // [tokens, ..., group, head_dim], `out_stride` floats between tokens
   std::int64_t out_stride = 0;
@@ -39,6 +41,8 @@ struct AttendTile {
   }
   // Rows [0, visible_to(m)) are visible to query m; grows with m.
   std::int64_t visible_to(int m) const;
+  // Rows before first_of(m) are hidden from query m; grows with m.
+  std::int64_t first_of(int m) const;
 };
 
 // Online softmax state in base 2: `values` are sums of v * 2^(logit - highest), with `stride`

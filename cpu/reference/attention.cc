@@ -266,17 +266,29 @@ void attend(const AttendParams& p, ReferenceReads& reads) {
     return static_cast<std::size_t>(
         std::clamp<std::int64_t>(end - p.first_row_position, 0, span.count));
   };
+  const auto first_of = [&](std::int64_t token, const RowSpan& span) {
+    const std::int64_t first = first_in(p.window, p.first_query_position + token);
+    return std::min(
+        static_cast<std::size_t>(std::max<std::int64_t>(first - p.first_row_position, 0)),
+        visible_to(token, span));
+  };
   for (int head = 0; head < p.shape.query_heads; ++head) {
     const RowSpan& span = p.rows[static_cast<std::size_t>(head / p.shape.group())];
-    Rows rows;
-    for (std::size_t i = 0; i < visible_to(p.tokens - 1, span); ++i) {
-      rows.push_back(span.rows + i * p.shape.row_bytes());
+    const auto rows_of = [&](std::size_t first, std::size_t end) {
+      Rows rows;
+      for (std::size_t i = first; i < end; ++i) {
+        rows.push_back(span.rows + i * p.shape.row_bytes());
+      }
+      return rows;
+    };
+    if (head % p.shape.group() == 0) {
+      report(rows_of(first_of(0, span), visible_to(p.tokens - 1, span)), p.shape, reads);
     }
-    if (head % p.shape.group() == 0) report(rows, p.shape, reads);
     for (std::int64_t t = 0; t < p.tokens; ++t) {
+      const Rows rows = rows_of(first_of(t, span), visible_to(t, span));
       const float* const q = p.q + t * p.q_stride + std::int64_t{head} * p.shape.head_dim;
       const std::int64_t index = t * p.shape.query_heads + head;
-      store(attend_query(q, p.shape, p.scale, rows, visible_to(t, span)), p.merge,
+      store(attend_query(q, p.shape, p.scale, rows, rows.size()), p.merge,
             p.out + index * p.shape.head_dim, p.lse + index);
     }
   }

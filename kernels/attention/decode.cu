@@ -296,6 +296,7 @@ void run(const DecodeKernelParams& p, const KvShape& shape, const Launch& launch
 void attend_decode(const AttendBatchParams& a, const Launch& launch) {
   if (a.batch.count == 0) return;
   check(!a.in_gaps, "decode attention: gaps are the host's");
+  check(a.window == 0, "decode attention: a window");
   DecodeKernelParams p = common_params(a, launch);
   p.gaps = a.gaps;
   run(p, a.shape, launch, a.batch.capacity);

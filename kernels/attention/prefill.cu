@@ -101,6 +101,7 @@ void check_params(const AttendParams& p) {
         "attend_prefill: query heads in groups");
   check(p.rows.size() == static_cast<std::size_t>(p.shape.kv_heads),
         "attend_prefill: rows of every KV head");
+  check(p.window == 0, "attend_prefill: a window");
   check(p.tokens * p.shape.group() <= kMost, "attend_prefill: too many tokens");
   check(!p.listed.exist() || (p.seen == nullptr && p.first_row_position % kPageTokens == 0 &&
                               p.listed.blocks == PageLists::blocks_of(p.tokens)),

@@ -57,6 +57,9 @@ struct AttendParams {
   // [tokens]: token t sees the rows at positions below seen[t], which never decreases from token to
   // token; null: up to its own position.
   const std::int32_t* seen = nullptr;
+  // > 0: each token sees only the newest `window` of the rows up to its own position; without
+  // `seen` and lists. 0: all of them.
+  std::int64_t window = 0;
   // Lists of the pages whose rows a block of queries sees; without lists, all rows. With lists,
   // first_row_position is that of a page's first row and `seen` is null.
   PageLists listed;
@@ -66,8 +69,12 @@ struct AttendParams {
   bool merge = false;    // merge with the partial already in out and lse
 };
 
-// Positions [first, end) of a token's sequence that another operation attends to: whole pages
-// before the token's own.
+// The first row that a token sees through a window of the newest rows; 0: it sees all of them.
+constexpr std::int64_t first_in(std::int64_t window, std::int64_t position) {
+  return window > 0 && position >= window ? position + 1 - window : 0;
+}
+
+// Positions [first, end) of a token's sequence to which an operation does not attend.
 struct PositionGap {
   std::int32_t first = 0;
   std::int32_t end = 0;
@@ -75,7 +82,8 @@ struct PositionGap {
   constexpr std::int64_t count() const { return end - first; }
 };
 
-// Attention of decoded tokens to all rows of their sequences up to their own, except their gaps.
+// Attention of decoded tokens to all rows of their sequences up to their own, except their gaps, or
+// to the newest of them.
 //
 // A backend that computes in host memory has a bounded part of it as its device: rows that are not
 // resident there are copied to `arena` before they are attended. Without an arena, and on other
@@ -87,7 +95,10 @@ struct AttendBatchParams {
   KvShape shape;
   TokenBatch batch;
   PagedRows rows;
-  // [count] or null: no gaps. The backend's memory, written before the step as the tokens are.
+  // > 0: to the newest `window` rows; without gaps. 0: to all.
+  std::int64_t window = 0;
+  // [count] or null: no gaps. Whole pages before the token's own, to which another operation
+  // attends. The backend's memory, written before the step as the tokens are.
   const PositionGap* gaps = nullptr;
   // Attends to nothing but the rows in the gaps, which may be empty. Only on backends that compute
   // in host memory.
@@ -98,8 +109,11 @@ struct AttendBatchParams {
   std::byte* arena = nullptr;  // [kv_heads, arena_rows, row_bytes] or null
   std::int64_t arena_rows = 0;
 
-  // Callable only where the batch's tokens and `gaps` can be dereferenced.
+  // Callable only where the batch's tokens and `gaps` can be dereferenced. A window leaves a gap
+  // before it, which may end inside a page.
   constexpr PositionGap gap(std::int64_t token) const {
+    if (window > 0)
+      return {0, static_cast<std::int32_t>(first_in(window, batch.tokens[token].position))};
     return gaps == nullptr ? PositionGap() : gaps[token];
   }
   // Rows of every KV head that a token attends to.

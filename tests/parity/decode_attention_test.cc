@@ -88,6 +88,28 @@ TEST_P(AttentionParityOfShapes, LeavesGapsToOthers) {
   }
 }
 
+// Windows that end in the middle of a page, at its border, and before the sequence's start.
+TEST_P(AttentionParityOfShapes, DecodesThroughAWindow) {
+  if (!backend_->info().windows) return;
+  for (const std::int64_t window :
+       {std::int64_t{1}, random_.integer(2, 127), std::int64_t{128}, std::int64_t{129},
+        random_.integer(130, 900), std::int64_t{5000}}) {
+    const int group = static_cast<int>(random_.integer(1, 9));
+    SCOPED_TRACE(::testing::Message() << "window " << window << " group " << group);
+    std::vector<AttentionCase> cases;
+    for (const std::int64_t count : {std::int64_t{1}, std::int64_t{128}, std::int64_t{129}, window,
+                                     window + 1, random_.integer(1100, 1500)}) {
+      cases.push_back(newest_case(random_, shape(2, group), count));
+    }
+    cases.push_back(newest_case(random_, shape(2, group), 700, 3));
+    for (AttentionCase& c : cases) c.window = window;
+    check_batch(cases);
+    if (HasFatalFailure()) return;
+    check_batch(cases, Places::either, 256);
+    if (HasFatalFailure()) return;
+  }
+}
+
 // As many rows are left of all sequences, and then not.
 TEST_P(AttentionParityOfShapes, GapsMayMakeLengthsEqual) {
   const std::vector<AttentionCase> cases = {newest_case(random_, shape(2, 4), 900),

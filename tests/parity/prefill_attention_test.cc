@@ -40,6 +40,34 @@ TEST_P(AttentionParityOfShapes, PrefillsChunksUnderACausalMask) {
   }
 }
 
+TEST_P(AttentionParityOfShapes, SeesThroughAWindow) {
+  if (!backend_->info().windows) return;
+  for (const int group : {1, 4, 5}) {
+    for (const std::int64_t tokens : {std::int64_t{3}, random_.integer(30, 200 / group)}) {
+      const std::int64_t before = random_.integer(0, 250);
+      for (const std::int64_t window : {random_.integer(1, 60), random_.integer(61, 200)}) {
+        SCOPED_TRACE(::testing::Message() << "group " << group << " tokens " << tokens
+                                          << " rows before " << before << " window " << window);
+        const std::int64_t count = before + tokens;
+        const std::int64_t counts[] = {count};
+        AttentionCase c = random_case(random_, shape(1, group), tokens, counts);
+        c.first_row_position = random_.integer(0, 1 << 20);
+        c.first_query_position = c.first_row_position + before;
+        c.window = window;
+        check(c);
+        if (HasFatalFailure()) return;
+        // In parts, some of which the window hides entirely.
+        AttentionRun run(*backend_, c);
+        run.attend({before, count}, false);
+        run.attend({0, before / 3}, true);
+        run.attend({before / 3, before}, true);
+        testing::expect_parity(c, run.result(), rounding());
+        if (HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
 // Numbers that grow by any steps, from none of the rows to more than there are.
 std::vector<std::int32_t> random_steps(Random& random, std::int64_t tokens, std::int64_t most) {
   std::vector<std::int32_t> seen;

@@ -78,6 +78,7 @@ class AttentionRun {
     p.rows = spans;
     p.first_row_position = case_.first_row_position + range.begin;
     if (!case_.seen.empty()) p.seen = reinterpret_cast<const std::int32_t*>(seen_.data());
+    p.window = case_.window;
     p.listed = listed;
     p.scale = case_.scale;
     p.out = out_.floats();

@@ -26,6 +26,7 @@ struct AttentionCase {
   std::vector<float> q;                      // [tokens, query_heads, head_dim]
   std::vector<std::vector<std::byte>> rows;  // [kv_heads][count * row_bytes]
   std::vector<std::int32_t> seen;            // [tokens], see AttendParams; empty: causal
+  std::int64_t window = 0;                   // see AttendParams
 
   std::int64_t count(int kv_head) const {
     return static_cast<std::int64_t>(rows[static_cast<std::size_t>(kv_head)].size() /
@@ -35,6 +36,13 @@ struct AttentionCase {
     const std::int64_t end =
         seen.empty() ? first_query_position + token + 1 : seen[static_cast<std::size_t>(token)];
     return std::clamp<std::int64_t>(end - first_row_position, 0, count(kv_head));
+  }
+  // Rows before those that a window shows.
+  std::int64_t hidden(std::int64_t token, int kv_head) const {
+    if (window == 0) return 0;
+    const std::int64_t position = first_query_position + token;
+    return std::clamp<std::int64_t>(position - window + 1 - first_row_position, 0,
+                                    visible(token, kv_head));
   }
 };
 
@@ -142,9 +150,10 @@ class AttentionOracle {
     const int kv_head = query_head / case_.shape.group();
     const float* const q =
         case_.q.data() + (token * case_.shape.query_heads + query_head) * case_.shape.head_dim;
-    const double* const rows = rows_[static_cast<std::size_t>(kv_head)].data();
+    const std::int64_t hidden = case_.hidden(token, kv_head);
+    const double* const rows = rows_[static_cast<std::size_t>(kv_head)].data() + hidden * width_;
     QueryOracle result;
-    result.visible = case_.visible(token, kv_head);
+    result.visible = case_.visible(token, kv_head) - hidden;
     std::vector<Logit> logits;
     double highest = -std::numeric_limits<double>::infinity();
     for (std::int64_t row = 0; row < result.visible; ++row) {

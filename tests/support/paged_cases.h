@@ -240,6 +240,7 @@ class BatchRun {
         sequences_(backend, random, cases, places),
         queries_(backend, cases),
         scale_(cases.front().scale),
+        window_(cases.front().window),
         shape_(cases.front().shape) {}
 
   std::vector<Partial> attend(std::int64_t arena_rows = 0) {
@@ -278,6 +279,7 @@ class BatchRun {
     queries_.put(p);
     p.batch = batch;
     p.rows = sequences_.rows();
+    p.window = window_;
     p.scale = scale_;
     return p;
   }
@@ -286,6 +288,7 @@ class BatchRun {
   PagedSequences sequences_;
   BatchQueries queries_;
   float scale_;
+  std::int64_t window_;  // of all cases
   KvShape shape_;
 };
 
