@@ -54,7 +54,8 @@ Quota candidates_of(const Policy& p) {
 std::vector<int> IndexLayout::dense_layers() const {
   std::vector<int> dense;
   for (int layer = 0; layer < shape.layers; ++layer) {
-    if (!selecting[static_cast<std::size_t>(layer)]) dense.push_back(layer);
+    const auto at = static_cast<std::size_t>(layer);
+    if (!selecting[at] && !windowed[at]) dense.push_back(layer);
   }
   if (static_cast<int>(dense.size()) == shape.layers) dense.clear();
   return dense;
@@ -353,11 +354,49 @@ bool weighs_pages(const LogitFormat& format, const Policy& policy, int layer, st
          !policy.candidates.limited();
 }
 
+namespace {
+
+void require_fits_windows(const Policy& policy, std::span<const std::int64_t> windows) {
+  const auto is_windowed = [&](int layer) {
+    return !windows.empty() && windows[static_cast<std::size_t>(layer)] > 0;
+  };
+  const auto refuse = [&](const std::string& why) {
+    throw Error(ErrorCode::unsupported, "the policy '" + to_string(policy) + "' " + why);
+  };
+  const bool any =
+      std::any_of(windows.begin(), windows.end(), [](std::int64_t w) { return w > 0; });
+  if (any && policy.prefill.tau > 0.0) {
+    refuse(
+        "chooses among all tokens of a prompt, and layers of this model see a window of them; "
+        "take another `prefill`");
+  }
+  for (const int layer : policy.anchors) {
+    if (!is_windowed(layer)) continue;
+    refuse("has other layers follow layer " + std::to_string(layer) +
+           ", which sees only a window of " +
+           std::to_string(windows[static_cast<std::size_t>(layer)]) +
+           " tokens; take other `anchors`");
+  }
+}
+
+}  // namespace
+
+Policy within_windows(Policy policy, std::span<const std::int64_t> windows) {
+  std::vector<int>& dense = policy.dense_layers;
+  for (int layer = 0; layer < static_cast<int>(windows.size()); ++layer) {
+    const auto at = std::lower_bound(dense.begin(), dense.end(), layer);
+    const bool is_there = at != dense.end() && *at == layer;
+    if (windows[static_cast<std::size_t>(layer)] > 0 && !is_there) dense.insert(at, layer);
+  }
+  return policy;
+}
+
 IndexLayout plan_index(const KvRequest& request) {
   for (const Policy& policy : request.policies) {
     validate(policy, request.shape, *request.scorers);
     require_runs(request.scorers->at(policy.select), request.on.processor);
     require_within(request.on.logits, request, policy);
+    require_fits_windows(policy, request.windows);
   }
   require_compatible(request.policies, request.shape.layers);
   IndexLayout layout;
@@ -377,10 +416,16 @@ IndexLayout plan_index(const KvRequest& request) {
   layout.layers.resize(static_cast<std::size_t>(request.shape.layers));
   layout.selecting.resize(static_cast<std::size_t>(request.shape.layers));
   layout.attending_all.resize(static_cast<std::size_t>(request.shape.layers));
+  layout.windowed.resize(static_cast<std::size_t>(request.shape.layers));
+  for (std::size_t layer = 0; layer < request.windows.size(); ++layer) {
+    layout.windowed[layer] = request.windows[layer] > 0;
+  }
   const std::int64_t token_bytes = layout.logit_stride() * request.shape.query_heads *
                                    static_cast<std::int64_t>(size_of(request.on.logits.dtype));
   layout.wave = std::clamp<std::int64_t>(kWaveBytes / token_bytes, 1, layout.batch);
-  for (const Policy& policy : request.policies) include(layout, policy, *request.scorers);
+  for (const Policy& policy : request.policies) {
+    include(layout, within_windows(policy, request.windows), *request.scorers);
+  }
   if (layout.early) layout.slots = std::max(layout.slots, 2 * layout.batch);
   if (layout.selects() && request.reports_positions) {
     layout.reports_positions = true;

@@ -96,6 +96,7 @@ struct IndexLayout {
   // layers that attend to everything, or to all that an eviction left, under some policy.
   std::vector<bool> selecting;
   std::vector<bool> attending_all;
+  std::vector<bool> windowed;      // layers that attend to a window of the newest tokens
   std::int64_t slots = 0;          // selections remembered at a time; 0: nothing ever selects
   std::int64_t selected = 0;       // most positions that a selection holds per KV head
   bool reports_positions = false;  // every layer's selections have a slot, see slot()
@@ -108,7 +109,7 @@ struct IndexLayout {
   std::int64_t arena_rows = 0;     // selected rows per KV head attended at a time
 
   bool selects() const { return slots > 0; }
-  // Layers that attend to everything under all policies, if other layers select.
+  // Layers that attend to everything under all policies, if others select or have a window.
   std::vector<int> dense_layers() const;
   // The slot of a token's selection in a layer.
   std::int64_t slot(int layer, std::int64_t token) const;
@@ -155,10 +156,15 @@ bool weighs_pages(const LogitFormat& format, const Policy& policy, int layer, st
 // A policy's scorer in use.
 ScorerUse use_of(const Policy& policy, const KvShape& shape);
 
+// The policy as layers with a window take it: they attend to their window, which is few rows,
+// whatever it says of them.
+Policy within_windows(Policy policy, std::span<const std::int64_t> windows);
+
 // A layout that serves every one of the request's policies. Throws Error{usage} if one of them does
 // not fit the shape or if two of them want a layer's keys or values in different bits, or one of
 // them its keys rotated and the other not, and Error{unsupported} if a scorer does not run on the
-// processor.
+// processor or a policy chooses
+// among tokens that a layer's window may hide.
 IndexLayout plan_index(const KvRequest& request);
 
 }  // namespace sluice

@@ -24,6 +24,7 @@ BackendInfo describe(const PlannedGpu& gpu) {
   info.processor = Processor::cuda;
   info.head_dims.assign(gpu::kHeadDims.begin(), gpu::kHeadDims.end());
   info.f32_rows = false;
+  info.windows = false;
   info.most_query_heads = 4096;
   info.memory_bytes = gpu.memory_bytes;
   info.memory_rate = gpu.memory_rate;

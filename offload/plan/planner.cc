@@ -67,9 +67,21 @@ void validate(const KvRequest& request) {
   // Below this bound, sums of several such sizes do not overflow.
   require(static_cast<double>(shape.token_bytes()) * static_cast<double>(most) < 0x1p56,
           "the rows of " + std::to_string(most) + " tokens have more bytes than any machine");
+  require(
+      request.windows.empty() || request.windows.size() == static_cast<std::size_t>(shape.layers),
+      "`windows` needs one entry per layer");
+  for (const std::int64_t window : request.windows) {
+    require(window >= 0 && window <= kMaxContext, "a window has 0 (all) to 2^31 - 1 tokens");
+  }
   require(request.tokens >= 0 && request.tokens <= most,
           "`tokens` must be 0 (all that the sequences may have) to " + std::to_string(most) +
               ", not " + std::to_string(request.tokens));
+}
+
+void require_windows(const KvRequest& request) {
+  if (request.on.windows || request.windows.empty()) return;
+  throw Error(ErrorCode::unsupported,
+              "device " + request.on.name + " has no attention to a window of the newest tokens");
 }
 
 std::uint64_t regions_of(const KvShape& shape) {
@@ -305,6 +317,7 @@ KvPlan uncapped(const KvRequest& request, std::shared_ptr<const IndexLayout> car
   KvPlan plan;
   plan.layout = std::move(carried);
   plan.shape = request.shape;
+  plan.windows = request.windows;
   plan.context = request.context;
   plan.sequences = request.sequences;
   plan.tokens = request.tokens > 0 ? request.tokens : request.sequences * request.context;
@@ -340,6 +353,7 @@ KvPlan shared_with_host(KvPlan plan, const KvRequest& request, const IndexLayout
   const std::vector<bool>& all = layout.attending_all;
   const bool attends_all = std::find(all.begin(), all.end(), true) != all.end();
   if (!request.host_attention || !(attends_all || request.policies.empty())) return plan;
+  if (!request.windows.empty()) return plan;  // rows of a window are few
   const HostAttentionBytes bytes(plan);
   plan.host_attention = true;
   plan.table_bytes += bytes.gaps;
@@ -502,6 +516,7 @@ void require_context(std::int64_t tokens) {
 
 KvPlan plan_kv(const KvRequest& request) {
   validate(request);
+  require_windows(request);
   KvPlan plan = uncapped(request, std::make_shared<const IndexLayout>(plan_index(request)));
   const IndexLayout& layout = *plan.layout;
   if (request.disk) return plan_on_disk(plan, request, layout);

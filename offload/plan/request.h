@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <optional>
 #include <span>
+#include <vector>
 
 #include "lib/backend.h"
 #include "sluice/policy.h"
@@ -24,7 +25,9 @@ struct DiskRoom {
 // Requirements on a pool of sequences.
 struct KvRequest {
   KvShape shape;
-  BackendInfo on = {};         // that will run the pool
+  BackendInfo on = {};  // that will run the pool
+  // By layer: the newest tokens that it attends to; 0: all. Empty: all layers attend to all.
+  std::vector<std::int64_t> windows = {};
   std::int64_t context = 0;    // tokens of one sequence
   std::int64_t chunk = 512;    // most tokens per step of a prompt
   std::int64_t sequences = 1;  // at a time

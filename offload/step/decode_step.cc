@@ -161,6 +161,7 @@ void DecodeStep::attend(int layer, const Queries& queries) {
   params.shape = pool_->plan().shape;
   params.batch = batch();
   params.rows = pool_->rows(layer);
+  params.window = pool_->plan().window(layer);
   params.scale = attend_params(params.shape, {}, {}).scale;
   params.out = queries.out;
   params.lse = queries.lse;
@@ -183,7 +184,8 @@ void DecodeStep::issue_report() {
   if (pool_->sparse() != nullptr) pool_->sparse()->issue_report();
 }
 
-// Counts a dense layer's rows by the tables; rows in a gap are attended in host memory.
+// Counts a dense layer's rows by the tables. Rows in a gap of host attention are attended in host
+// memory, rows before a window by nobody.
 void DecodeStep::record_dense(int layer, std::size_t number, Ledger& ledger) const {
   if (!runs_.empty()) return record_streamed(layer, number, ledger);
   const KvShape& shape = pool_->plan().shape;
@@ -194,14 +196,16 @@ void DecodeStep::record_dense(int layer, std::size_t number, Ledger& ledger) con
     return pool_->plan().in_place ? tokens
                                   : pool_->tables().resident_rows(token.sequence, tokens, set);
   };
-  const PositionGap gap = beside_ != nullptr ? beside_->gap(set, number) : PositionGap();
+  const std::int64_t first = first_in(pool_->plan().window(layer), token.position);
+  const PositionGap gap = beside_ != nullptr ? beside_->gap(set, number)
+                                             : PositionGap{0, static_cast<std::int32_t>(first)};
   const std::int64_t resident =
       resident_below(token.count()) - (resident_below(gap.end) - resident_below(gap.first));
   const int parts = ReadPattern::parts(shape.group(), pool_->backend().info().reads.attend_queries);
   ledger.record(layer, tier, tier, Cause::hit, traffic_of(shape, parts * resident));
   ledger.record(layer, Tier::host, tier, Cause::miss,
                 traffic_of(shape, parts * (token.count() - gap.count() - resident)));
-  if (gap.count() == 0) return;
+  if (beside_ == nullptr || gap.count() == 0) return;
   ledger.record(layer, Tier::host, Tier::host, Cause::hit,
                 traffic_of(shape, beside_->reads(shape.group()) * gap.count()));
 }
@@ -209,9 +213,17 @@ void DecodeStep::record_dense(int layer, std::size_t number, Ledger& ledger) con
 void DecodeStep::record_streamed(int layer, std::size_t number, Ledger& ledger) const {
   const KvShape& shape = pool_->plan().shape;
   const BatchToken& token = tokens_[number];
-  const std::int64_t resident =
-      pool_->tables().resident_rows(token.sequence, token.count(), pool_->set_of(layer));
-  const Traffic misses = traffic_of(shape, token.count() - resident);
+  const auto resident_from = [&](std::int64_t first) {
+    const BlockTables& tables = pool_->tables();
+    const int set = pool_->set_of(layer);
+    return tables.resident_rows(token.sequence, token.count(), set) -
+           tables.resident_rows(token.sequence, first, set);
+  };
+  // A disk reads whole pages, see TokenRun.
+  const std::int64_t first = first_in(pool_->plan().window(layer), token.position);
+  const std::int64_t page_first = first / kPageTokens * kPageTokens;
+  const std::int64_t resident = resident_from(first);
+  const Traffic misses = traffic_of(shape, token.count() - page_first - resident_from(page_first));
   ledger.record(layer, Tier::device, Tier::device, Cause::hit, traffic_of(shape, resident));
   ledger.record(layer, Tier::host, Tier::device, Cause::miss, misses);
   ledger.record(layer, Tier::disk, Tier::host, Cause::miss, misses);

@@ -55,6 +55,7 @@ KvPool::KvPool(std::shared_ptr<Queue> queue, const KvPlan& plan, std::span<const
         "a plan that neither holds nor streams its rows");
   check(!plan.on_disk || plan.tails, "a plan on disk without the newest pages on the device");
   if (policies_.empty()) policies_.emplace_back();
+  for (Policy& policy : policies_) policy = within_windows(std::move(policy), plan.windows);
   if (plan.chooses_early) queue_->prepare_branches();
   if (plan.on_disk) {
     disk_ = std::make_unique<DiskPages>(*transfer_, plan, disk);

@@ -209,11 +209,12 @@ std::vector<RowSpan> KvSession::page_rows(int layer, std::int64_t page) {
 void KvSession::use(const Policy& policy) {
   require_outside_step();
   const std::vector<Policy>& planned = pool_->policies();
-  if (std::find(planned.begin(), planned.end(), policy) == planned.end()) {
+  Policy own = within_windows(policy, plan().windows);
+  if (std::find(planned.begin(), planned.end(), own) == planned.end()) {
     throw Error(ErrorCode::usage,
                 "the session was not planned for the policy '" + to_string(policy) + "'");
   }
-  policy_ = policy;
+  policy_ = std::move(own);
 }
 
 void KvSession::truncate(std::int64_t length) {

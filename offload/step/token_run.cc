@@ -10,6 +10,16 @@ namespace {
 // Least bytes per KV head for which a copy on the other queue is worth its launch.
 constexpr std::size_t kLaterBytes = 64 << 10;
 
+// The rows of a run from `first` on; none if it ends before.
+RowRun rows_from(const RowRun& run, std::int64_t first) {
+  return run.part(std::clamp(first, run.first, run.end()), run.end());
+}
+
+// Streamed runs begin with a page, because a disk reads whole ones.
+RowRun rows_from_page(const RowRun& run, std::int64_t first) {
+  return rows_from(run, first / kPageTokens * kPageTokens);
+}
+
 }  // namespace
 
 void TokenRun::begin(std::int32_t sequence, const StepRange& range,
@@ -39,7 +49,6 @@ TokenRun::Places TokenRun::place(int set) const {
        nearest_runs(pool_->tables(), sequence_, 0, places.own.front().first, set)) {
     const bool resident = run.place == RowPlace::device || pool_->plan().in_place;
     (resident ? places.resident : places.streamed).push_back(run);
-    if (!resident) places.misses += run.count;
   }
   return places;
 }
@@ -201,7 +210,21 @@ void TokenRun::build_index(int layer, bool indexed) {
   }
 }
 
+std::int64_t TokenRun::hits(int layer) {
+  std::int64_t rows = 0;
+  for (const RowRun& run : of(layer).own) rows += rows_from(run, first_row(layer)).count;
+  for (const RowRun& run : of(layer).resident) rows += rows_from(run, first_row(layer)).count;
+  return rows;
+}
+
+std::int64_t TokenRun::misses(int layer) {
+  std::int64_t rows = 0;
+  for (const RowRun& run : of(layer).streamed) rows += rows_from_page(run, first_row(layer)).count;
+  return rows;
+}
+
 void TokenRun::attend_run(int layer, AttendParams& params, const RowRun& run) {
+  if (run.count == 0) return;
   const std::vector<RowSpan> rows = pool_->spans(layer, run);
   params.rows = rows;
   params.first_row_position = run.first;
@@ -235,11 +258,13 @@ void TokenRun::record_appended(int layer, Ledger& ledger) {
 
 void TokenRun::attend(int layer, const Queries& queries, double share) {
   AttendParams params = attend_params(pool_->plan().shape, range_, queries);
+  params.window = pool_->plan().window(layer);
+  const std::int64_t first = first_row(layer);
   if (share < 1.0) {
     params.listed = pool_->listed()->choose(layer, sequence_, range_, queries, share);
   }
-  for (const RowRun& run : of(layer).own) attend_run(layer, params, run);
-  for (const RowRun& run : of(layer).resident) attend_run(layer, params, run);
+  for (const RowRun& run : of(layer).own) attend_run(layer, params, rows_from(run, first));
+  for (const RowRun& run : of(layer).resident) attend_run(layer, params, rows_from(run, first));
   attend_streamed(layer, params);
   pool_->settle();
 }
@@ -247,7 +272,8 @@ void TokenRun::attend(int layer, const Queries& queries, double share) {
 void TokenRun::attend_streamed(int layer, AttendParams& params) {
   const std::int64_t most = pool_->plan().stream_tokens;
   std::vector<RowRun> pieces;
-  for (const RowRun& run : of(layer).streamed) {
+  for (const RowRun& whole : of(layer).streamed) {
+    const RowRun run = rows_from_page(whole, first_row(layer));
     for (std::int64_t first = run.first; first < run.end(); first += most) {
       pieces.push_back(run.part(first, std::min(run.end(), first + most)));
     }

@@ -34,8 +34,8 @@ class TokenRun {
   const StepRange& range() const { return range_; }
   std::int32_t sequence() const { return sequence_; }
   // Rows per KV head of a layer that attend() finds in place, and those that it fetches.
-  std::int64_t hits(int layer) { return range_.end() - misses(layer); }
-  std::int64_t misses(int layer) { return of(layer).misses; }
+  std::int64_t hits(int layer);
+  std::int64_t misses(int layer);
   // Hits of one KV head in pages that are not 0 in `listed`.
   std::int64_t hits_among(int layer, std::span<const std::uint32_t> listed);
 
@@ -48,10 +48,13 @@ class TokenRun {
     std::vector<RowRun> own;       // the new rows, after rows that their first page held before
     std::vector<RowRun> resident;  // rows before `own` that are attended where they are
     std::vector<RowRun> streamed;  // rows before `own` that pass through the buffers
-    std::int64_t misses = 0;
   };
 
   const Places& of(int layer);
+  // The first row of a layer that a token of the range sees.
+  std::int64_t first_row(int layer) const {
+    return first_in(pool_->plan().window(layer), range_.first);
+  }
   Places place(int set) const;
   void place_new_rows(int set, Places& places) const;
   void append_piece(int layer, const NewRows& rows, const RowRun& to, const RowRun& host);

@@ -102,6 +102,9 @@ struct KvPlan {
   // a fetch per step.
   std::vector<int> dense_layers;  // ascending
   std::int64_t dense_resident_tokens = 0;
+  // By layer: the newest tokens that it attends to, under every policy; 0: all. Empty: all layers
+  // attend to all, or to what their policy selects.
+  std::vector<std::int64_t> windows;
   bool tails = false;              // the newest page of every sequence is resident, too
   std::int64_t window_tokens = 0;  // room for the rows of one step of one layer, per KV head
   std::int64_t stream_tokens = 0;  // rows per KV head in each of the two streaming buffers
@@ -140,6 +143,9 @@ struct KvPlan {
 
   // True if attention finds every row where it reads.
   bool all_resident() const;
+  std::int64_t window(int layer) const {
+    return windows.empty() ? 0 : windows[static_cast<std::size_t>(layer)];
+  }
   // Layers form one set, or two if there are dense_layers: those are set 1, others set 0.
   int sets() const { return dense_layers.empty() ? 1 : 2; }
   int set_of(int layer) const;
