@@ -97,7 +97,7 @@ ModelConfig parse_config(const JsonObject& config) {
   result.architecture = architecture.model_type;
   parse_sizes(config, result);
   require_supported(config, architecture);
-  result.window = find_window(config, architecture, result.num_hidden_layers);
+  parse_windows(config, architecture, result);
   parse_heads(config, architecture, result);
   parse_biases(config, architecture, result);
   result.rope = parse_rope(config, result.max_position_embeddings);

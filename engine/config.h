@@ -25,9 +25,11 @@ struct ModelConfig {
   int head_dim = 0;
   int vocab_size = 0;
   std::int64_t max_position_embeddings = 0;
-  // Sliding window of some layers, in tokens; none: all layers attend to everything. The decoder
-  // does not support windows, which make no difference up to `window` tokens.
+  // Sliding window of some layers, in tokens; none: all layers attend to everything.
   std::optional<std::int64_t> window;
+  // By layer: `window`, or 0 for layers that attend to everything. Empty if there is no window, or
+  // if the checkpoint does not say which layers have it: then a context may not exceed it.
+  std::vector<std::int64_t> windows;
   float rms_norm_eps = 1e-6f;
   bool tie_word_embeddings = false;
   bool qkv_bias = false;  // q_proj, k_proj and v_proj have a bias

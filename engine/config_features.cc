@@ -4,7 +4,9 @@
 #include <array>
 #include <cmath>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
+#include <vector>
 
 #include "engine/quantization.h"
 #include "lib/text.h"
@@ -48,19 +50,19 @@ void require_absent(const JsonObject& config, const char* key) {
   }
 }
 
-// Returns true if `layer_types` gives any layer a window; nothing if the key is not given.
-std::optional<bool> layer_types_slide(const JsonObject& config, int layers) {
+// By layer, whether `layer_types` gives it a window; nothing if the key is not given.
+std::optional<std::vector<bool>> sliding_by_type(const JsonObject& config, int layers) {
   if (!config.has("layer_types")) return std::nullopt;
   const Json& types = config.value("layer_types");
   if (!types.is_array() || types.size() != static_cast<std::size_t>(layers)) {
     config.corrupt("layer_types", "is not an array with an entry per layer");
   }
-  bool slide = false;
+  std::vector<bool> slide;
   for (const Json& type : types) {
     if (!type.is_string()) config.corrupt("layer_types", "has an entry that is no string");
-    if (type == "sliding_attention") {
-      slide = true;
-    } else if (type != "full_attention") {
+    const auto& name = type.get_ref<const std::string&>();
+    slide.push_back(name == "sliding_attention");
+    if (!slide.back() && name != "full_attention") {
       config.unsupported("layer_types",
                          "has " + value_text(type) +
                              ", but Sluice handles only 'full_attention' and 'sliding_attention'");
@@ -69,15 +71,25 @@ std::optional<bool> layer_types_slide(const JsonObject& config, int layers) {
   return slide;
 }
 
-bool any_layer_slides(const JsonObject& config, const Architecture& architecture, int layers) {
-  const std::optional<bool> by_type = layer_types_slide(config, layers);
-  if (!architecture.has_window_switch) {
-    return config.has("sliding_window") || architecture.slides_by_default || by_type == true;
+// By layer, whether it attends to a window. Empty if some layers do and which is not known:
+// transformers reads no window of this architecture.
+std::vector<bool> sliding_layers(const JsonObject& config, const Architecture& architecture,
+                                 int layers) {
+  const std::optional<std::vector<bool>> by_type = sliding_by_type(config, layers);
+  if (by_type && architecture.has_window_switch) return *by_type;
+  std::vector<bool> slide(static_cast<std::size_t>(layers));
+  if (architecture.has_window_switch) {
+    constexpr int kDefaultFull = 28;  // the first layers, which attend to everything
+    if (!config.boolean("use_sliding_window", false)) return slide;
+    const auto full = config.integer("max_window_layers", 0, 1 << 20, kDefaultFull);
+    for (std::int64_t layer = full; layer < layers; ++layer) {
+      slide[static_cast<std::size_t>(layer)] = true;
+    }
+    return slide;
   }
-  if (by_type) return *by_type;
-  constexpr int kDefaultFull = 28;  // the first layers, which attend to everything
-  return config.boolean("use_sliding_window", false) &&
-         config.integer("max_window_layers", 0, 1 << 20, kDefaultFull) < layers;
+  if (architecture.slides_by_default) return std::vector<bool>(slide.size(), true);
+  const bool any = by_type && std::find(by_type->begin(), by_type->end(), true) != by_type->end();
+  return any || config.has("sliding_window") ? std::vector<bool>() : slide;
 }
 
 void require_class(const JsonObject& config, const Architecture& architecture) {
@@ -108,13 +120,15 @@ const Architecture& find_architecture(const JsonObject& config) {
                                        ", but Sluice handles llama, mistral, qwen2 and qwen3");
 }
 
-std::optional<std::int64_t> find_window(const JsonObject& config, const Architecture& architecture,
-                                        int layers) {
-  if (!any_layer_slides(config, architecture, layers)) return std::nullopt;
+void parse_windows(const JsonObject& config, const Architecture& architecture,
+                   ModelConfig& result) {
+  const std::vector<bool> slide = sliding_layers(config, architecture, result.num_hidden_layers);
+  const bool none = !slide.empty() && std::find(slide.begin(), slide.end(), true) == slide.end();
   const bool is_null = config.contains("sliding_window") && !config.has("sliding_window");
-  if (is_null) return std::nullopt;
+  if (none || is_null) return;
   constexpr int kDefaultWindow = 4096;
-  return config.integer("sliding_window", 1, std::int64_t{1} << 30, kDefaultWindow);
+  result.window = config.integer("sliding_window", 1, std::int64_t{1} << 30, kDefaultWindow);
+  for (const bool slides : slide) result.windows.push_back(slides ? *result.window : 0);
 }
 
 void require_supported(const JsonObject& config, const Architecture& architecture) {

@@ -2,9 +2,9 @@
 #pragma once
 
 #include <cstdint>
-#include <optional>
 #include <string_view>
 
+#include "engine/config.h"
 #include "engine/json_object.h"
 
 namespace sluice {
@@ -27,8 +27,7 @@ const Architecture& find_architecture(const JsonObject& config);
 // model run without it would give wrong text instead of an error.
 void require_supported(const JsonObject& config, const Architecture& architecture);
 
-// Number of newest tokens that layers with a window attend to; nothing if no layer has a window.
-std::optional<std::int64_t> find_window(const JsonObject& config, const Architecture& architecture,
-                                        int layers);
+// Sets the window of the newest tokens that some layers attend to, and which layers those are.
+void parse_windows(const JsonObject& config, const Architecture& architecture, ModelConfig& result);
 
 }  // namespace sluice

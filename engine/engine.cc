@@ -72,14 +72,14 @@ void require_blocks(const SessionOptions& options, std::int64_t chunk) {
                                     std::to_string(chunk));
 }
 
-void require_window(const ModelInfo& info, std::int64_t context) {
-  if (!info.window || context <= *info.window) return;
+void require_window(const ModelInfo& info, const std::string& device, std::int64_t context) {
+  if (!info.window_limits || context <= *info.window) return;
   const std::string window = std::to_string(*info.window);
   throw Error(ErrorCode::unsupported,
               "layers of this model attend to the newest " + window +
-                  " tokens alone, which Sluice does not do; that makes no difference up to a "
-                  "`context` of " +
-                  window + ", but " + std::to_string(context) + " tokens are asked for");
+                  " tokens alone, which Sluice does not do for its files on device " + device +
+                  "; that makes no difference up to a `context` of " + window + ", but " +
+                  std::to_string(context) + " tokens are asked for");
 }
 
 KvShape kv_shape(const ModelConfig& c, const RowFormat& rows) {
@@ -231,6 +231,8 @@ Engine Engine::Impl::open_to_plan(const EngineConfig& config, Checkpoint checkpo
   ModelInfo info = describe(checkpoint, config.kv_dtype);
   std::unique_ptr<Backend> backend = make(info.weight_dtype);
   require_supported(backend->info(), info.kv);
+  const bool knows_layers = !checkpoint.config().windows.empty();
+  info.window_limits = info.window && !(knows_layers && backend->info().windows);
   const WeightFormat format = config.weights.value_or(backend->weight_format());
   require_format(checkpoint, *backend, format);
   std::unique_ptr<Queue> queue = backend->make_queue();
@@ -329,6 +331,7 @@ KvRequest Engine::Impl::kv_request(const SessionOptions& options, int chunk,
   KvRequest request;
   request.shape = info.kv;
   request.on = backend->info();
+  if (info.window && options.context > *info.window) request.windows = checkpoint.config().windows;
   request.context = options.context;
   request.chunk = chunk;
   request.sequences = options.sequences;
@@ -403,7 +406,7 @@ Plan Engine::Impl::plan_with(const SessionOptions& options, int chunk,
 Engine::Impl::Planned Engine::Impl::plan(const SessionOptions& options,
                                          std::uint64_t staging) const {
   validate(options, most_at_once());
-  require_window(info, options.context);
+  require_window(info, backend->info().name, options.context);
   require_blocks(options, config.chunk);
   Planned usual = {plan_with(options, config.chunk, staging), config.chunk};
   // Activations are shared by all sessions, so a session with its own cap must not lengthen them.

@@ -79,7 +79,7 @@ std::string editable(const Colours& colours) {
 std::int64_t default_context(const ModelInfo& info) {
   const std::int64_t trained =
       info.trained_context > 0 ? std::min(info.trained_context, kMostContext) : kUnknownContext;
-  return std::min(trained, info.window.value_or(trained));
+  return info.window_limits ? std::min(trained, *info.window) : trained;
 }
 
 class Talk {

@@ -39,12 +39,14 @@ std::string describe(const ModelInfo& info) {
               std::to_string(info.vocabulary) + (info.tied_embeddings ? ", tied embeddings" : ""));
   text += row("trained context", std::to_string(info.trained_context) + " tokens");
   if (info.window) {
-    text += row("window", std::to_string(*info.window) + " tokens, which no context may exceed");
+    text += row("window", std::to_string(*info.window) +
+                              (info.window_limits ? " tokens, which no context may exceed"
+                                                  : " tokens, all that some layers attend to"));
   }
   text += row("row", format_bytes(kv.row_bytes()) + " per token, layer and KV head");
   text += row("KV cache", format_bytes(kv.token_bytes()) + " per token in " + to_string(kv.rows));
   for (std::int64_t tokens : {8192, 131072, 1048576}) {
-    const bool is_last = info.window && tokens >= *info.window;
+    const bool is_last = info.window_limits && tokens >= *info.window;
     if (is_last) tokens = *info.window;
     text += row("", format_bytes(kv.token_bytes() * static_cast<std::uint64_t>(tokens)) + " at " +
                         std::to_string(tokens) + " tokens");

@@ -50,7 +50,8 @@ std::atomic<bool> terminates{false};  // a signal handler has no other way
 
 std::int64_t default_context(const ModelInfo& info) {
   const std::int64_t trained = info.trained_context > 0 ? info.trained_context : kMostContext;
-  return std::min({trained, kMostContext, info.window.value_or(trained)});
+  const std::int64_t most = std::min(trained, kMostContext);
+  return info.window_limits ? std::min(most, *info.window) : most;
 }
 
 std::optional<ChatFormat> load_format(const ServeFlags& flags, const Engine& engine) {

@@ -249,6 +249,27 @@ TEST(Config, AWindowIsWhatSomeLayerHas) {
   }
 }
 
+TEST(Config, AWindowIsOfTheLayersThatTransformersGivesIt) {
+  const Json mistral = of_type("mistral", "MistralForCausalLM");
+  const auto windows = [](const Json& json) { return parse(json).windows; };
+  EXPECT_TRUE(windows(mistral).empty());
+  EXPECT_EQ(windows(with("sliding_window", 1024, mistral)), std::vector<std::int64_t>(32, 1024));
+  EXPECT_TRUE(windows(with("sliding_window", 512)).empty()) << "Llama's, which reads no window";
+  Json qwen = with("sliding_window", 512, of_type("qwen2", "Qwen2ForCausalLM"));
+  EXPECT_TRUE(windows(qwen).empty());
+  qwen["use_sliding_window"] = true;
+  std::vector<std::int64_t> last(32);
+  std::fill(last.begin() + 28, last.end(), 512);
+  EXPECT_EQ(windows(qwen), last);
+  qwen["max_window_layers"] = 0;
+  EXPECT_EQ(windows(qwen), std::vector<std::int64_t>(32, 512));
+  Json types(32, "full_attention");
+  types[3] = "sliding_attention";
+  std::vector<std::int64_t> fourth(32);
+  fourth[3] = 512;
+  EXPECT_EQ(windows(with("layer_types", types, qwen)), fourth);
+}
+
 TEST(Config, LayersAttendInWaysThatAreKnown) {
   Json types(32, "full_attention");
   EXPECT_NO_THROW(parse(with("layer_types", types)));

@@ -152,16 +152,83 @@ TEST(Engine, NarrowsNoMatrixOfACheckpointOfSeveralDTypes) {
       narrow);
 }
 
-TEST(Engine, GivesAModelWithAWindowNoMoreThanThat) {
-  const std::filesystem::path model = kGolden / "mistral";
-  const TempDir dir;
-  std::filesystem::copy_file(model / "model.safetensors", dir.path() / "model.safetensors");
-  dir.write("config.json", config_with(model, {{"sliding_window", 16}}));
-  Engine engine = open(dir.path());
+// A copy of a golden checkpoint with another config.json.
+class ChangedCheckpoint {
+ public:
+  ChangedCheckpoint(const char* golden, const Json& changes) {
+    const std::filesystem::path model = kGolden / golden;
+    std::filesystem::copy_file(model / "model.safetensors", dir_.path() / "model.safetensors");
+    dir_.write("config.json", config_with(model, changes));
+  }
+  std::filesystem::path path() const { return dir_.path(); }
+
+ private:
+  TempDir dir_;
+};
+
+TEST(Engine, GivesAModelNoMoreThanAWindowOfUnknownLayers) {
+  const ChangedCheckpoint model("llama_d80", {{"sliding_window", 16}});
+  Engine engine = open(model.path());
   EXPECT_EQ(engine.info().window, 16);
+  EXPECT_TRUE(engine.info().window_limits);
   expect_error(ErrorCode::unsupported, "newest 16 tokens alone", [&] { engine.new_session(17); });
   expect_error(ErrorCode::unsupported, "`context` of 16", [&] { engine.plan(17); });
-  EXPECT_EQ(logits_of(dir.path()), logits_of(model));
+  EXPECT_EQ(logits_of(model.path()), logits_of(kGolden / "llama_d80"));
+}
+
+std::vector<TokenId> some_tokens(std::size_t count, TokenId first) {
+  std::vector<TokenId> tokens;
+  for (std::size_t i = 0; i < count; ++i) {
+    tokens.push_back(static_cast<TokenId>((first + 37 * static_cast<TokenId>(i)) % 384));
+  }
+  return tokens;
+}
+
+float difference(std::span<const float> a, std::span<const float> b) {
+  float most = 0.0f;
+  for (std::size_t i = 0; i < a.size(); ++i) most = std::max(most, std::abs(a[i] - b[i]));
+  return most;
+}
+
+// Through 3 layers with windows of 8 tokens nothing is seen of a token 3 * 7 + 1 before.
+TEST(Engine, AWindowHidesWhatAllLayersTogetherCannotReach) {
+  const ChangedCheckpoint model("mistral", {{"sliding_window", 8}});
+  Engine engine = open(model.path());
+  EXPECT_EQ(engine.info().window, 8);
+  EXPECT_FALSE(engine.info().window_limits);
+  std::vector<TokenId> tokens = some_tokens(300, 5);
+  const auto logits = [&](std::span<const TokenId> prompt) {
+    Session session = engine.new_session(400);
+    return copy_of(session.prefill(prompt));
+  };
+  const std::vector<float> before = logits(tokens);
+  constexpr std::size_t kReach = 3 * (8 - 1);
+  const std::vector<TokenId> others = some_tokens(300 - kReach - 1, 100);
+  std::copy(others.begin(), others.end(), tokens.begin());
+  EXPECT_LT(difference(logits(tokens), before), 1e-5f);
+  tokens[300 - kReach - 1] ^= 1;
+  EXPECT_GT(difference(logits(tokens), before), 1e-5f) << "the last token that it reaches";
+}
+
+TEST(Engine, DecodesThroughAWindowAsItReadsAPrompt) {
+  const ChangedCheckpoint model("mistral", {{"sliding_window", 130}});
+  Engine engine = open(model.path());
+  const std::vector<TokenId> tokens = some_tokens(300, 9);
+  for (const char* const policy : {"dense", "select=int4 prune=top_k(16)"}) {
+    SessionOptions options;
+    options.context = 400;
+    options.policies = {parse_policy(policy)};
+    Session whole = engine.new_session(options);
+    Session single = engine.new_session(options);
+    const std::vector<float> expected = copy_of(whole.prefill(tokens));
+    single.prefill(std::span(tokens).first(120));
+    std::vector<float> got;
+    for (std::size_t i = 120; i < tokens.size(); ++i) got = copy_of(single.decode(tokens[i]));
+    EXPECT_LT(difference(got, expected), 1e-3f) << policy;
+  }
+  // Every layer of this model has the window, so a policy changes nothing.
+  const ChangedCheckpoint wide("mistral", {{"sliding_window", 500}});
+  EXPECT_EQ(logits_of(wide.path()), logits_of(kGolden / "mistral"));
 }
 
 TEST(Engine, CountsWhatYarnAddsToTheContext) {

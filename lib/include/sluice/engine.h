@@ -96,9 +96,12 @@ struct ModelInfo {
   int intermediate = 0;
   int vocabulary = 0;
   std::int64_t trained_context = 0;
-  // The sliding window of some of the model's layers in tokens (Mistral 7B v0.1: 4096). No context
-  // may be longer, because Sluice has no sliding-window attention. None: all attend to everything.
+  // The sliding window of some of the model's layers in tokens (Mistral 7B v0.1: 4096): they attend
+  // to the newest `window` tokens, under every policy. None: all attend to everything.
   std::optional<std::int64_t> window;
+  // No context may be longer than the window: the device attends to all tokens, or the checkpoint
+  // does not say which layers have the window.
+  bool window_limits = false;
   bool tied_embeddings = false;
   std::optional<TokenId> bos;
   std::vector<TokenId> eos;
@@ -217,7 +220,7 @@ class Engine {
   Policy policy(std::string_view text) const;
 
   // Throws Error{memory} if a cap or a process limit is too small for the plan, naming the setting
-  // to change, and Error{unsupported} for a context longer than the model's window.
+  // to change, and Error{unsupported} for a context that a window limits, see ModelInfo.
   Plan plan(const SessionOptions& options) const;
   Plan plan(std::int64_t context) const { return plan(SessionOptions{context, {}, 1}); }
   // Loads the weights unless they are loaded; `progress` gets the share done, 0 to 1.
