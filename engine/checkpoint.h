@@ -31,7 +31,7 @@ class Checkpoint {
   // tie_word_embeddings is false if the checkpoint has an lm_head.weight that differs, whatever its
   // config says.
   const ModelConfig& config() const { return config_; }
-  // What messages call the place of the config: "config.json".
+  // The name of the config in messages: "config.json".
   std::string_view config_name() const { return source_->config_name(); }
   std::string_view layer_fields() const { return source_->layer_fields(); }
   DType dtype() const { return dtype_; }  // of the embedding

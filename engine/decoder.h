@@ -94,7 +94,7 @@ class Decoder {
     Buffer gate_up;   // [up to kFeedForwardRows, 2 * intermediate] f32
     Buffer product;   // [up to kFeedForwardRows, intermediate] compute dtype
     Buffer logits;    // [kLogitRows, vocabulary] f32
-    // Of layers that choose rows early, beside the work of the layer before:
+    // For layers that choose rows early, beside the work of the layer before:
     Buffer early_normed;  // [2, up to kMostBatch, hidden] compute dtype, layers in turns
     Buffer early_qkv;     // as qkv, for up to kMostBatch tokens
   };

@@ -5,7 +5,8 @@
 namespace sluice {
 namespace {
 
-// Of a draft in the rate of acceptance: a change of the text is noticed within some ten drafts.
+// The weight of one draft in the rate of acceptance: a change of the text is noticed within about
+// ten drafts.
 constexpr double kNewest = 0.12;
 
 }  // namespace

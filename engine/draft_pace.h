@@ -8,7 +8,7 @@ namespace sluice {
 
 class DraftPace {
  public:
-  // What verifying a draft adds to a step of one token, as a share of the time of its products.
+  // The time that verifying a draft adds to a step of one token, as a share of its products' time.
   static constexpr double kVerifyCost = 0.1;
   // Steps without drafts after which one is tried again.
   static constexpr int kRetrySteps = 16;

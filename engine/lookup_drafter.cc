@@ -85,7 +85,7 @@ LookupDrafter::~LookupDrafter() = default;
 
 void LookupDrafter::begin(std::span<const TokenId> tokens) { index_->follow(tokens); }
 
-// Of places that match equally long the newest is taken.
+// The newest of equally long matches is taken.
 Drafts LookupDrafter::propose(std::span<const TokenId> tokens, int most,
                               const Sampler& /*sampler*/) {
   Index& index = *index_;

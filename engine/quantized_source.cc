@@ -358,7 +358,7 @@ class QuantizedSource final : public TensorSource {
     return values;
   }
 
-  // Rows [first, end) of a GPTQ or AWQ weight: columns of what is stored.
+  // Rows [first, end) of a GPTQ or AWQ weight, which are columns of the stored matrix.
   void read_transposed(const Entry& entry, std::int64_t first, std::int64_t end,
                        const Target& target) const {
     // Whole words, because those of AWQ hold several outputs.

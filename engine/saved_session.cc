@@ -353,7 +353,7 @@ void SessionReader::read_words(const std::string& sums_sum) {
   const std::uint64_t note_bytes = found_[part::note - 1].bytes;
   if (note_bytes > SessionWriter::kMaxNoteBytes) refuse("has a note that is too long");
   layout_.emplace(kind_.shape, tokens_, note_bytes);
-  // The size of a file with holes costs nothing, so it is no limit to what is allocated.
+  // The size of a file with holes costs nothing, so it does not limit what is allocated.
   require_memory(
       layout_->sections()[part::tokens - 1].bytes + layout_->sections()[part::sums - 1].bytes,
       Counted::all, "tokens and checksums of the saved session need",

@@ -32,7 +32,7 @@
 
 namespace sluice {
 
-// What a saved session must have in common with the engine that loads it.
+// Properties that a saved session must share with the engine that loads it.
 struct SavedKind {
   std::uint64_t model = 0;  // fingerprint_of()
   KvShape shape;
@@ -58,7 +58,7 @@ class SavedLayout {
   std::span<const Section> sections() const { return sections_; }
   std::uint64_t file_bytes() const { return sections_.back().offset + sections_.back().bytes; }
   std::uint64_t piece_bytes(std::int64_t page) const;
-  // Of a piece, from the start of the rows.
+  // Bytes from the start of the rows to a piece.
   std::uint64_t piece_offset(std::int64_t page, int layer) const;
   std::int64_t pages() const { return (tokens_ + kPageTokens - 1) / kPageTokens; }
   std::int64_t page_tokens(std::int64_t page) const;

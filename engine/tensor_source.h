@@ -28,11 +28,11 @@ class TensorSource {
 
   // The folder or file that a user gave.
   virtual const std::filesystem::path& path() const = 0;
-  // What the shapes of tensors are compared with, for messages: "config.json".
+  // The name, in messages, of the file that shapes of tensors are compared with: "config.json".
   virtual std::string_view config_name() const = 0;
   // The fields there that say which layers and biases there are, for messages.
   virtual std::string_view layer_fields() const = 0;
-  // What the source itself calls a tensor, for messages.
+  // The source's own name of a tensor, for messages.
   virtual std::string own_name(std::string_view name) const = 0;
 
   virtual std::map<std::string_view, SourceTensor> tensors() const = 0;

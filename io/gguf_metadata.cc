@@ -138,7 +138,7 @@ double GgufMetadata::number(std::string_view key, double least, double most,
   if (fallback && !has(key)) return *fallback;
   const GgufValue& value = scalar(key);
   const std::optional<double> number = number_of(value.kind, value.bytes);
-  if (!number) corrupt(key, "is no number");
+  if (!number) corrupt(key, "is not a number");
   if (!(*number >= least && *number <= most)) {  // false for NaN, too
     corrupt(key, range_text(digits(least), digits(most)));
   }

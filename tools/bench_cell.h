@@ -20,7 +20,7 @@ struct BenchSteps {
   int steps = 16;
 };
 
-// What a cell measures.
+// The settings that a cell measures.
 struct CellKey {
   std::string policy;  // a preset's name or a line
   std::int64_t context = 0;

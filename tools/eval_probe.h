@@ -34,7 +34,7 @@ struct ProbeResult {
 struct ProbeOptions {
   Writer writer = Writer::text;
   std::size_t step_tokens = 1;
-  std::uint64_t seed = 0;          // of what is drawn
+  std::uint64_t seed = 0;          // of all draws
   bool until_wrong = false;        // ends with the first step that has a wrong answer
   bool costs_until_wrong = false;  // counts what steps cost up to that one
 };

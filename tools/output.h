@@ -21,7 +21,7 @@ void print_error(std::string_view text);
 // Replaces field names of the library's messages by flags: `device_memory` by --device-memory.
 std::string with_flags(std::string_view text);
 
-// `first` and after it the words of `text`, in lines of up to 80 columns of which all begin at
+// `first` and after it the words of `text`, in lines of up to 80 columns that all begin at
 // column `indent`; ends with a line break.
 std::string wrapped(std::string first, std::size_t indent, std::string_view text);
 

@@ -91,7 +91,7 @@ PlanWish wish_of(const PlanFlags& flags) {
   PlanWish wish;
   wish.model = flags.model;
   wish.shape = flags.shape;
-  // Refused before what is missing beside it.
+  // Refused first, whatever else is missing.
   if (!flags.shape.empty()) planning::find_shape(flags.shape);
   wish.context = parse_context(flags.context);
   if (!flags.machine.empty()) wish.machine = machine_of(flags.machine);

@@ -82,7 +82,7 @@ std::string describe_if_there(const std::string& device) {
 Command add_topology(CLI::App& app) {
   const auto size = std::make_shared<std::string>("1GiB");
   app.add_option("--size", *size,
-                 "memory to stream through when measuring, up to a quarter of what is "
+                 "memory to stream through when measuring, up to a quarter of the memory that is "
                  "available; 0 measures nothing")
       ->capture_default_str();
   const auto device = std::make_shared<std::string>();

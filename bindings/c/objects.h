@@ -1,4 +1,4 @@
-// What the handles of engines, sessions and text stand for.
+// The objects behind the handles of engines, sessions and text.
 #pragma once
 
 #include <atomic>

@@ -65,7 +65,7 @@ HWY_INLINE VF load_floats(const Int8Code* from) {
   return hn::ConvertTo(DF(), hn::PromoteTo(integers, hn::LoadU(codes, &from->value)));
 }
 
-// The factor of what is loaded from a key or value that begins at `from`.
+// The scale of the elements of a key or value that begins at `from`.
 template <typename T>
 inline constexpr bool kHasScale = std::is_same_v<T, Int8Code>;
 template <typename T>

@@ -22,7 +22,7 @@ class PrefixCache {
   explicit PrefixCache(std::size_t most) : most_(most) {}
 
   // Keeps a session, unless another has all its tokens already, and drops those that it makes
-  // superfluous and what is beyond the limit, least recently used first.
+  // superfluous and those beyond the limit, least recently used first.
   void keep(CachedPrefix prefix);
   // The one with the longest common prefix; null: none has any. Counts as used.
   CachedPrefix* find(std::span<const TokenId> tokens, const PageHashes& pages,

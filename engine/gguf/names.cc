@@ -37,7 +37,7 @@ constexpr Pair kLayer = {"blk.", "model.layers."};
 
 using Side = std::string_view Pair::*;
 
-// The name on side `to` of what is called `name` on side `from`.
+// The name on side `to` for `name` on side `from`.
 std::optional<std::string_view> find(std::span<const Pair> pairs, std::string_view name, Side from,
                                      Side to) {
   const auto same = [&](const Pair& pair) { return pair.*from == name; };

@@ -375,7 +375,7 @@ AdvisedPlan choose(Chooser& chooser) {
   return plan;
 }
 
-// What a GiB more of a tier gives; nothing if the machine has no more of it.
+// The gain of one more GiB of a tier; nothing if the machine has no more of it.
 std::optional<Gain> gain_of(PlanWish wish, Tier tier) {
   if (tier == Tier::device) *wish.device_memory += kGiB;
   if (tier == Tier::host) *wish.host_memory += kGiB;

@@ -20,7 +20,8 @@ constexpr double kRowShare = 0.85;        // attention to rows on the device
 constexpr double kProductShare = 0.52;    // of flops, a prompt's products
 constexpr double kAttentionShare = 0.72;  // of flops, a prompt's attention
 constexpr double kCodedPrompt = 0.73;     // of kProductShare, with coded weights
-// Of the shorter of a prompt's attention and its fetches, which run beside each other.
+// A prompt's attention and its fetches run beside each other; this share of the shorter is not
+// hidden.
 constexpr double kNotHidden = 0.25;
 
 // Decoding codes limits products on GPUs whose memory is fast: weights per clock and
@@ -71,7 +72,7 @@ double misses(const KvPlan& kv, std::int64_t rows) {
 
 std::uint64_t bytes_of(double bytes) { return static_cast<std::uint64_t>(std::llround(bytes)); }
 
-// What each layer does with rows, summed over layers.
+// Layers by how they attend, and the rows that they select.
 struct Layers {
   std::int64_t selecting = 0;
   std::int64_t dense = 0;
@@ -192,7 +193,7 @@ StepTimes predict(const Machine& m, const Plan& plan, const StepBytes& bytes, co
         kv.shape.layers * m.disk_latency + static_cast<double>(bytes.disk) / m.disk_row_rate;
   }
 
-  // Of every weight two operations; of every pair of a query and a key four for each channel.
+  // Two operations per weight; four per channel for every pair of a query and a key.
   const double coded = weights ? kCodedPrompt : 1.0;
   const double products = 2.0 * product_weights(info) * tokens / (m.flops * kProductShare * coded);
   const double pairs = policy.prefill.pages > 0.0 ? between(kPageShares, policy.prefill.pages)

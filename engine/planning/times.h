@@ -5,11 +5,11 @@
 
 namespace sluice::planning {
 
-// What a decode step behind the plan's whole context reads, under `policy`.
+// Bytes that a decode step behind the plan's whole context reads under `policy`.
 StepBytes step_bytes(const Plan& plan, const Policy& policy, const ModelInfo& info,
                      const std::optional<WeightFormat>& weights);
 
-// Of a step and of a prompt as long as the context. docs/million.md compares them with
+// Times of a step and of a prompt as long as the context. docs/million.md compares them with
 // measurements.
 StepTimes predict(const Machine& machine, const Plan& plan, const StepBytes& bytes,
                   const Policy& policy, const ModelInfo& info,

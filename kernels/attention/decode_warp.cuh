@@ -99,8 +99,7 @@ class DecodeWarp {
   // row of keys, two steps of the multiplication each, and of four rows of values the kValueChunks
   // of its column, eight tiles each. The order of channels below follows from that.
   static constexpr int kValueChunks = kHeadDim / 64;
-  // Of codes: tiles that come in fours, of 32 channels; two are left if head_dim is an odd multiple
-  // of 16.
+  // Coded rows: tiles in fours, of 32 channels; two are left if head_dim is an odd multiple of 16.
   static constexpr int kQuadTiles = kHeadDim / 32 * 4;
   // Separate sums per logit, as registers allow, for shorter dependency chains.
   static constexpr int kChains = kHeadDim <= 128 ? 2 : 1;

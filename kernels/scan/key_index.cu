@@ -39,7 +39,7 @@ struct BuildArgs {
   int head_dim;
   int bits;
   bool fitted;
-  // Of rotated tiles, see KeyTiles.
+  // For rotated tiles, see KeyTiles.
   Rotation rotation;
   float kept;
   float margin;

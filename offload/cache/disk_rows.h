@@ -152,7 +152,7 @@ class DiskRows {
   std::int32_t clock_ = 0;
   // By layer, first token and number of tokens.
   std::map<std::tuple<int, std::int64_t, std::int64_t>, std::unique_ptr<Calls>> calls_;
-  // Of begin():
+  // Set by begin():
   std::vector<std::unordered_map<std::int32_t, std::int32_t>> found_;  // [kv_heads], by row
   std::vector<std::int64_t> spare_used_;                               // [kv_heads]
   std::vector<Fetch> fetches_;  // [fetches_at_once()]; the disk writes to units_ until they end

@@ -24,7 +24,7 @@ struct OwnIndex {
 // Layers that choose their rows early need memory of their own for what later work of the layer, or
 // of the layer before, would overwrite.
 struct EarlyBytes {
-  // Of the queries by which rows were chosen: [2, batch, query_heads], layers in turns.
+  // Log-sum-exps of the queries that chose rows: [2, batch, query_heads], layers in turns.
   std::size_t lse = 0;
   std::size_t weighed = 0;  // the unused selection of weighing: [wave, kv_heads] positions
   std::size_t alpha = 0;    // and its alpha: [wave, query_heads]

@@ -373,10 +373,9 @@ KvPlan all_resident(KvPlan plan) {
   const std::uint64_t streamed = total_of(smallest(plan, selects, least_chunk(plan, selects)));
   const std::uint64_t least = std::min(streamed, total_of(whole)) + request.beside;
   const std::string beside =
-      request.beside > 0
-          ? ", of which what is there beside this KV cache takes " + format_bytes(request.beside)
-          : "";
-  const std::string index = selects ? ", of which the policy's key index and work space take " +
+      request.beside > 0 ? "; other memory on the device takes " + format_bytes(request.beside)
+                         : "";
+  const std::string index = selects ? "; the policy's key index and work space take " +
                                           format_bytes(plan.index_bytes + plan.work_bytes) +
                                           "; a dense `policy` needs none"
                                     : "";

@@ -169,7 +169,7 @@ void bind_batcher(nb::module_& module) {
              return std::move(*piece);
            })
       .def("next_within", &next_piece, nb::arg("timeout"),
-           "The next piece; None if there is none within so many seconds, or the stream ended.")
+           "The next piece; None if none comes within `timeout` seconds, or the stream has ended.")
       .def_prop_ro("ended", [](const PyStream& self) { return self.stream.ended(); })
       .def(
           "cancel", [](PyStream& self) { self.stream.cancel(); }, Unlocked())

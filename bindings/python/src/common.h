@@ -1,4 +1,4 @@
-// What the parts of the Python module share: ownership, arrays and arguments.
+// Shared by the parts of the Python module: ownership, arrays and arguments.
 //
 // Every call that computes or waits releases the GIL. A destructor of the library may wait for a
 // call of another thread, which may wait for the GIL in a callback, so destructors release it, too.

@@ -37,7 +37,7 @@ class Drafter {
   // Up to `most` guesses at the tokens after `tokens`: those given to begin(), and all that were
   // drawn since.
   virtual Drafts propose(std::span<const TokenId> tokens, int most, const Sampler& sampler) = 0;
-  // What a draft costs, as a share of the model's step of one token.
+  // The cost of a draft, as a share of the model's step of one token.
   virtual double cost() const = 0;
 };
 

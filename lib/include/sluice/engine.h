@@ -47,9 +47,9 @@ struct EngineConfig {
   // because longer steps fetch them less often; such steps leave three quarters of its rows on the
   // device, or half if its policies select at most 1024 per KV head.
   int chunk = 0;
-  // Of the rows, a DType or a RowCode. int8: 8 bits for a channel of a key or value, half the bytes
-  // of bf16 in every tier and on the bus; sluice/row_code.h has the error. It needs a head_dim that
-  // is a multiple of 16, else Engine::open() throws Error{unsupported}.
+  // Format of the rows, a DType or a RowCode. int8: 8 bits for a channel of a key or value, half
+  // the bytes of bf16 in every tier and on the bus; sluice/row_code.h has the error. It needs a
+  // head_dim that is a multiple of 16, else Engine::open() throws Error{unsupported}.
   RowFormat kv_dtype = DType::bf16;
   // The dtype of matrix products. Unset: on a CPU bf16 for a bf16 checkpoint if the processor is
   // fast at it, else f32, which is exact; on a GPU the checkpoint's dtype.
@@ -180,7 +180,7 @@ void store_calibration(const std::filesystem::path& model, std::string_view name
 
 class Session;
 
-// What the directory of a saved session has besides rows; see Session::save().
+// The contents of a saved session's directory besides its rows; see Session::save().
 struct SavedSession {
   std::vector<TokenId> tokens;
   std::string note;

@@ -114,7 +114,7 @@ struct Losses {
   double sum() const { return weights + rows + policy.value_or(0.0) + prefill; }
 };
 
-// What a decode step behind a whole context reads, bytes.
+// Bytes that a decode step behind a whole context reads.
 struct StepBytes {
   std::uint64_t weights = 0;
   std::uint64_t keys = 0;    // of the index
@@ -130,7 +130,7 @@ struct StepTimes {
   double prefill = 0.0;  // a prompt as long as the context
 };
 
-// What a GiB more of a tier gives.
+// The gain of one more GiB of a tier.
 struct Gain {
   Tier tier = Tier::device;
   std::int64_t context = 0;  // the longest that then fits
