@@ -11,7 +11,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # Inputs per fuzzer, chosen so that each runs for some minutes.
 declare -A runs=(
   [tokenizer]=150000 [safetensors]=500000 [config]=700000 [calibration]=750000
-  [prompt]=2000000 [policy]=5900000 [template]=500000 [plan]=1000000)
+  [prompt]=2000000 [policy]=5900000 [template]=500000 [plan]=1000000 [quantized]=1000000
+  [gguf]=500000)
 
 main() {
   local seed=${1:-1} root=$PWD names name failures=0

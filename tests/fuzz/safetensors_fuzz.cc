@@ -1,17 +1,15 @@
-// A safetensors file, as it is and with a corrected header length, because most changes would
-// otherwise be refused for the length alone. In an accepted file the tensors lie side by side,
-// cover the data and have as many bytes as their shapes say; those of a supported dtype can be
-// read.
+// A safetensors file, as it is and with a corrected header length. In an accepted file the tensors
+// lie side by side, cover the data and have as many bytes as their shapes say; those of a supported
+// dtype can be read.
 #include <map>
 #include <vector>
 
 #include "io/safetensors.h"
 #include "tests/fuzz/fuzz.h"
+#include "tests/fuzz/safetensors_input.h"
 
 namespace sluice::fuzz {
 namespace {
-
-constexpr std::size_t kLengthBytes = 8;
 
 void read_tensor(const SafetensorsFile& file, const TensorInfo& tensor) {
   std::vector<std::byte> bytes(static_cast<std::size_t>(tensor.bytes()));
@@ -39,19 +37,6 @@ std::string hold(const SafetensorsFile& file) {
     covered = end;
   }
   return dtypes;
-}
-
-// The same file with the header length that fits if the header ends at the last '}' of the file.
-std::string with_length(std::string_view file) {
-  std::string right(file);
-  if (right.size() < kLengthBytes) return right;
-  const std::size_t end = right.rfind('}');
-  std::uint64_t length =
-      end == std::string::npos || end < kLengthBytes ? 0 : end + 1 - kLengthBytes;
-  for (std::size_t i = 0; i < kLengthBytes; ++i, length >>= 8) {
-    right[i] = static_cast<char>(length & 0xFFu);
-  }
-  return right;
 }
 
 Answer answer_file(std::string_view file, const std::filesystem::path& path) {
