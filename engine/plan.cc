@@ -117,7 +117,8 @@ std::string Plan::to_table() const {
   table += device_lines(kv);
   const std::uint64_t selecting = kv.index_bytes + kv.work_bytes;
   const std::uint64_t compact = DeviceRowBytes(kv).compact;
-  const std::uint64_t others = kv.in_place         ? selecting + kv.table_bytes + compact
+  const std::uint64_t staged = DeviceRowBytes(kv).prompt;
+  const std::uint64_t others = kv.in_place         ? selecting + kv.table_bytes + compact + staged
                                : kv.device_in_host ? kv.device_bytes
                                                    : 0;
   table += line("host: rows", kv.host_bytes - others, kv.on_disk ? disk_note(kv) : "");
@@ -127,6 +128,11 @@ std::string Plan::to_table() const {
     table += line("key index", kv.index_bytes, where);
     table += line("work space to select", kv.work_bytes, where);
     if (compact > 0) table += line("important rows", compact, where);
+    if (staged > 0) {
+      table += line("a layer's prompt", staged, where);
+      table += continued("rows are planned as if all stay; pages that");
+      table += continued("evict leaves free go to other sessions");
+    }
   }
   if (kv.cache_rows > 0) {
     table +=
@@ -161,6 +167,7 @@ std::string Plan::to_json() const {
                                {"tails", kv.tails},
                                {"stream_tokens", kv.stream_tokens},
                                {"compact_rows", kv.compact_rows},
+                               {"prompt_rows", kv.prompt_rows},
                                {"cache_rows", kv.cache_rows},
                                {"host_attention", kv.host_attention},
                                {"index_bytes", kv.index_bytes},

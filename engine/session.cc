@@ -398,7 +398,7 @@ std::span<const TokenId> Session::tokens() const {
 }
 SessionRoom Session::room() const {
   const Turn turn(*impl().engine, impl());
-  return {impl().kv.free_blocks() * kPageTokens, impl().kv.own_blocks() * kPageTokens};
+  return {impl().kv.free_tokens(), impl().kv.own_tokens()};
 }
 
 const KvPlan& Session::plan() const { return impl().kv.plan(); }

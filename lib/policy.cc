@@ -168,9 +168,6 @@ void check_compensation(const Policy& policy, const Scorers& scorers) {
           "the bits of compensate=values have to be from 1 to 4");
   require(policy.values.pages > 0.0 && policy.values.pages <= 1.0,
           "the pages of compensate=values have to be a share above 0 and up to 1");
-  require(!by_values || !policy.prefill.evict,
-          "values of tokens that were evicted are still in their pages: compensate=values takes no "
-          "prefill that evicts");
 }
 
 void check_early(const Policy& policy, const Scorers& scorers) {
@@ -186,8 +183,6 @@ void check_early(const Policy& policy, const Scorers& scorers) {
           "select=" + policy.select.name +
               " reads keys that are not there before a layer's turn; it takes early=none, or "
               "anchors_attend=all, whose followers fetch early");
-  require(!policy.prefill.evict,
-          "a prefill that evicts leaves every layer tokens of its own; it takes early=none");
 }
 
 void check_corrections(const Policy& policy, const Scorers& scorers) {
@@ -211,7 +206,8 @@ void check_prefill(const Policy& policy) {
           "every layer evicts tokens of its own, so none can follow another: evict takes "
           "anchors=none");
   require(!prefill.evict || policy.correct == 0,
-          "a correction attends to every token, evicted ones, too: evict takes correct=never");
+          "a correction attends to every token, and evicted ones are gone: evict takes "
+          "correct=never");
 }
 
 void check_fits(const std::string& key, const std::vector<int>& layers, int count) {

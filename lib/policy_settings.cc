@@ -343,7 +343,9 @@ constexpr std::array<Setting, 14> kSettings = {{
      "a number of tokens from 1 to 2147483648, or never", read_correct,
      write_count<&Policy::correct>},
     {"prefill", Form::word,
-     "what a prompt's tokens attend to; evict loses facts that are asked for only after the prompt",
+     "what a prompt's tokens attend to; evict loses facts that are asked for only after the "
+     "prompt, "
+     "and gives back the memory of all other tokens than it keeps",
      "dense, pages(SHARE), zipvl(TAU), zipvl(TAU,demote) or zipvl(TAU,evict), SHARE and TAU above "
      "0 and up to 1",
      read_prefill, write_prefill},

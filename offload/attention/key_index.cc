@@ -55,7 +55,7 @@ ScorerCall KeyIndex::call(const Own& own, int layer) const {
   call.memory.slots = layout_.tiles;
   call.memory.sequences = own.sequences.data();
   call.memory.sequence_bytes = own.index.sequence_bytes;
-  call.memory.table = table_;
+  call.memory.table = table(layer);
   call.memory.table_stride = layout_.sequence_tiles();
   call.processor = queue_->backend().info().processor;
   call.stream = queue_->native_stream();
@@ -105,7 +105,7 @@ KeyIndexView KeyIndex::view(int layer) const {
   view.tiles.scales = reinterpret_cast<std::uint16_t*>(at.scales.data());
   view.bounds.bounds = reinterpret_cast<std::uint16_t*>(at.bounds.data());
   view.bounds.slots = layout_.tiles;
-  view.slots = table_;
+  view.slots = table(layer);
   view.table_stride = layout_.sequence_tiles();
   return view;
 }
@@ -113,7 +113,7 @@ KeyIndexView KeyIndex::view(int layer) const {
 ValueTilesView KeyIndex::values(int layer) const {
   const Layer& at = layers_[static_cast<std::size_t>(layer)];
   const int bits = layout_.layers[static_cast<std::size_t>(layer)].value_bits;
-  return {{bits, at.values.data(), layout_.tiles}, table_, layout_.sequence_tiles()};
+  return {{bits, at.values.data(), layout_.tiles}, table(layer), layout_.sequence_tiles()};
 }
 
 void KeyIndex::build(int layer, std::int32_t sequence, std::int64_t first_page, std::int64_t pages,
@@ -195,7 +195,11 @@ void KeyIndex::restore_sums(int layer, std::int32_t sequence) {
   queue_->copy({&op, 1});
 }
 
-void KeyIndex::copy_tile(std::int32_t from, std::int32_t to) {
+const std::int32_t* KeyIndex::table(int layer) const {
+  return layout_.evicts ? table_ + layer * layout_.sequences * layout_.sequence_tiles() : table_;
+}
+
+void KeyIndex::copy_tile(int layer, std::int32_t from, std::int32_t to) {
   const auto d = static_cast<std::size_t>(layout_.shape.head_dim);
   const auto slots = static_cast<std::size_t>(layout_.tiles);
   const std::size_t scale_bytes = kTilePages * 2 * d * sizeof(std::uint16_t);
@@ -209,16 +213,13 @@ void KeyIndex::copy_tile(std::int32_t from, std::int32_t to) {
                      own + static_cast<std::size_t>(from) * bytes, bytes});
     }
   };
-  for (std::size_t i = 0; i < layers_.size(); ++i) {
-    const Layer& layer = layers_[i];
-    const LayerIndex& kept = layout_.layers[i];
-    copy(layer.codes, tiles(kept).tile_bytes(layout_.shape.head_dim));
-    copy(layer.scales, scale_bytes);
-    copy(layer.bounds, bound_bytes);
-    copy(layer.values,
-         kTilePages * ValueTiles::page_bytes(kept.value_bits, layout_.shape.head_dim));
-    for (const Own& own : layer.own) copy(own.pages, kTilePages * own.index.page_bytes);
-  }
+  const Layer& at = layers_[static_cast<std::size_t>(layer)];
+  const LayerIndex& kept = layout_.layers[static_cast<std::size_t>(layer)];
+  copy(at.codes, tiles(kept).tile_bytes(layout_.shape.head_dim));
+  copy(at.scales, scale_bytes);
+  copy(at.bounds, bound_bytes);
+  copy(at.values, kTilePages * ValueTiles::page_bytes(kept.value_bits, layout_.shape.head_dim));
+  for (const Own& own : at.own) copy(own.pages, kTilePages * own.index.page_bytes);
   if (!ops.empty()) queue_->copy(ops);
 }
 

@@ -18,8 +18,8 @@ class KeyIndex {
   // Allocates everything that `layout` asks for, in `tier`.
   KeyIndex(Queue& queue, const IndexLayout& layout, const Scorers& scorers, Tier tier);
 
-  // `slots`: the tile slots of every sequence, in the backend's memory,
-  // [sequences, sequence_tiles()].
+  // `slots`: the tile slots of every sequence, in the backend's memory: of every layer if tables
+  // are ragged, else the same for all; [layers, sequences, sequence_tiles()].
   void use_table(const std::int32_t* slots) { table_ = slots; }
 
   // Indexes `pages` pages of a sequence that became whole. `rows`: per KV head, from `first_page`
@@ -44,8 +44,8 @@ class KeyIndex {
   bool keep_sums(std::int32_t sequence);
   // Sets a sequence's sums in a layer to the copy.
   void restore_sums(int layer, std::int32_t sequence);
-  // Copies a tile in every layer.
-  void copy_tile(std::int32_t from, std::int32_t to);
+  // Copies a tile in a layer's index.
+  void copy_tile(int layer, std::int32_t from, std::int32_t to);
 
   KeyIndexView view(int layer) const;
   // A view without pages if the layer keeps no value tiles.
@@ -99,7 +99,8 @@ class KeyIndex {
     return layer.sums.data() + static_cast<std::size_t>(sequence) * sum_bytes();
   }
   KeyTiles tiles(const LayerIndex& layer) const;
-  std::size_t flags() const;  // bad-page flags of one layer
+  const std::int32_t* table(int layer) const;  // [sequences, sequence_tiles()]
+  std::size_t flags() const;                   // bad-page flags of one layer
 
   Queue* queue_;
   IndexLayout layout_;

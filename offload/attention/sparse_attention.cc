@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <string>
 
 #include "lib/check.h"
@@ -16,12 +15,8 @@ std::size_t count_of(std::int64_t a, std::int64_t b, std::int64_t c = 1) {
 }
 
 // The layer whose selection a layer attends to: its own, or that of the latest one that selected.
-// After an eviction dense layers select, too: all tokens that are left.
-int source_of(const Policy& policy, int layer, bool evicts) {
-  const auto chooses = [&](int at) {
-    return policy.selects(at) || (evicts && policy.is_dense(at));
-  };
-  while (layer >= 0 && !chooses(layer)) --layer;
+int source_of(const Policy& policy, int layer) {
+  while (layer >= 0 && !policy.selects(layer)) --layer;
   check(layer >= 0, "a follower before any layer that selects");
   return layer;
 }
@@ -125,15 +120,15 @@ float* SparseAttention::alpha(int layer, std::int64_t token) const {
 
 // With one query head per KV head, top_k does not depend on the weight of the newest rows. They are
 // not estimated then: attention reads them anyway and adds their share to alpha.
-bool SparseAttention::newest_apart(const Policy& policy, int layer, bool masked) const {
+bool SparseAttention::newest_apart(const Policy& policy, int layer) const {
   const Scorer& scorer = scorer_of(policy);
   return policy.selects(layer) && !policy.is_dense(layer) && scorer.info().estimates() &&
          !scorer.reads_rows() && policy.prune == Pruner::top_k && !policy.candidates.limited() &&
-         layout_.shape.group() == 1 && !masked;
+         layout_.shape.group() == 1;
 }
 
 void SparseAttention::for_waves(const Policy& policy, int layer, const TokenBatch& batch,
-                                const Queries& queries, const PagedRows& rows, const Mask& mask,
+                                const Queries& queries, const PagedRows& rows,
                                 const std::function<void(const Wave&)>& body) {
   for (std::int64_t first = 0; first < batch.count; first += layout_.wave) {
     Wave wave;
@@ -145,8 +140,7 @@ void SparseAttention::for_waves(const Policy& policy, int layer, const TokenBatc
     wave.q = queries.q + first * queries.stride;
     wave.q_stride = queries.stride;
     wave.rows = rows;
-    wave.mask = mask;
-    wave.skip_newest = newest_apart(policy, layer, mask.tokens != nullptr);
+    wave.skip_newest = newest_apart(policy, layer);
     body(wave);
   }
 }
@@ -165,7 +159,7 @@ void SparseAttention::choose_early(const Policy& policy, int layer, const TokenB
   begun_[static_cast<std::size_t>(layer)] = true;
   if (policy.selects(layer)) {
     const Queries queries = {q, q_stride, nullptr, nullptr};
-    for_waves(policy, layer, batch, queries, rows, Mask(), [&](const Wave& wave) {
+    for_waves(policy, layer, batch, queries, rows, [&](const Wave& wave) {
       Wave early = wave;
       early.skip_newest = early.is_early = true;
       choose(policy, early);
@@ -176,18 +170,17 @@ void SparseAttention::choose_early(const Policy& policy, int layer, const TokenB
   all.layer = layer;
   all.batch = batch;
   all.rows = rows;
-  find_rows(all, source_of(policy, layer, false));
+  find_rows(all, source_of(policy, layer));
 }
 
 void SparseAttention::attend(const Policy& policy, int layer, const TokenBatch& batch,
-                             const Queries& queries, const PagedRows& rows, const Mask& mask) {
-  // A dense layer comes here only after an eviction, and attends to the tokens that are left.
-  const int source = source_of(policy, layer, mask.tokens != nullptr);
+                             const Queries& queries, const PagedRows& rows) {
+  const int source = source_of(policy, layer);
   const bool is_begun = this->is_begun(layer);
-  check(is_begun == (mask.tokens == nullptr && begins_early(policy, layer)),
+  check(is_begun == begins_early(policy, layer),
         "a layer's rows are chosen early if its policy says so");
   if (is_begun) queue_->join(layer % 2);
-  for_waves(policy, layer, batch, queries, rows, mask, [&](const Wave& wave) {
+  for_waves(policy, layer, batch, queries, rows, [&](const Wave& wave) {
     if (is_begun) {
       if (weighs_values(policy, wave)) weigh_values(policy, wave);
     } else {
@@ -202,14 +195,11 @@ void SparseAttention::attend(const Policy& policy, int layer, const TokenBatch& 
 
 void SparseAttention::select(const Policy& policy, int layer, const TokenBatch& batch,
                              const Queries& queries, const PagedRows& rows) {
-  for_waves(policy, layer, batch, queries, rows, Mask(),
-            [&](const Wave& wave) { choose(policy, wave); });
+  for_waves(policy, layer, batch, queries, rows, [&](const Wave& wave) { choose(policy, wave); });
 }
 
 void SparseAttention::choose(const Policy& policy, const Wave& wave) {
-  if (!policy.selects(wave.layer) || !scorer_of(policy).info().estimates()) {
-    return choose_fixed(policy, wave);
-  }
+  if (!scorer_of(policy).info().estimates()) return choose_fixed(policy, wave);
   propose(policy, wave);
   if (policy.candidates.limited()) rescore(policy, wave);
 }
@@ -217,7 +207,6 @@ void SparseAttention::choose(const Policy& policy, const Wave& wave) {
 // Without estimates: the policy attends only to tokens that are always kept.
 void SparseAttention::choose_fixed(const Policy& policy, const Wave& wave) {
   SelectParams select = select_params(policy, wave);
-  if (!policy.selects(wave.layer)) select.sinks = std::numeric_limits<std::int32_t>::max();
   select.selected = selection(wave.layer, wave.first);
   select.alpha = alpha(wave.layer, wave.first);
   queue_->run(select);
@@ -261,12 +250,11 @@ void SparseAttention::propose(const Policy& policy, const Wave& wave) {
 // Where a wave's estimates go. `weighs`: value tiles are weighed by the selection that follows.
 LogitView SparseAttention::logit_view(const Policy& policy, const Wave& wave, bool weighs) const {
   LogitView view = {work(wave).logits.data(), layout_.logit_stride()};
-  // A digest covers all tokens, so it cannot be used where some are masked.
   const Scorer& scorer = scorer_of(policy);
   const std::int64_t tokens = wave.batch.capacity;
   weighs = weighs && weighs_pages(layout_.logits, policy, wave.layer, tokens);
   if (layout_.digested && scorer.digests() && own_scorers().has(scorer) &&
-      wave.mask.tokens == nullptr && (weighs || tokens >= layout_.logits.digested_from)) {
+      (weighs || tokens >= layout_.logits.digested_from)) {
     view.digest = LogitDigest::in(work(wave).digest.data(),
                                   layout_.wave * layout_.shape.query_heads, layout_.logit_stride());
     if (weighs) view.digest.weights = page_weights_.data();
@@ -343,8 +331,6 @@ SelectParams SparseAttention::select_params(const Policy& policy, const Wave& wa
   SelectParams params;
   params.shape = layout_.shape;
   params.batch = wave.batch;
-  params.eligible = wave.mask.tokens;
-  params.eligible_stride = wave.mask.stride;
   params.sinks = policy.sinks;
   params.recent = policy.recent;
   return params;
@@ -401,7 +387,7 @@ void SparseAttention::find_rows(const Wave& wave, int source) {
   find.batch = wave.batch;
   find.selected = selection(source, wave.first);
   find.rows = wave.rows;
-  find.layer = wave.layer;
+  find.layer = cache_->name_of(wave.layer);
   find.cache = cache_->view();
   find.places = places(wave);
   find.evicted = report_.evicted + head_entry(wave.layer, wave.first);
@@ -508,9 +494,9 @@ void SparseAttention::count_estimates(const Step& step, int layer, std::int64_t 
       tier_ == Tier::host || !scorer.reads_rows()
           ? token.page_first()
           : step.tables->resident_rows(token.sequence, token.page_first(), step.set);
-  const bool is_early = !step.evicts && policy.early_at(layer) != Early::none;
+  const bool is_early = policy.early_at(layer) != Early::none;
   const bool weighs_again = is_early && policy.compensates(layer, Compensation::values);
-  const bool scored = !newest_apart(policy, layer, step.evicts);
+  const bool scored = !newest_apart(policy, layer);
   for (int head = 0; head < layout_.shape.kv_heads; ++head) {
     count.estimates += reads.scan(token, resident, scored && !is_early);
     if (weighs_again) {
@@ -568,9 +554,9 @@ void SparseAttention::check_pages(std::int32_t sequence) const {
 
 void SparseAttention::finish(const Step& step, int layer, std::int32_t sequence, Ledger& ledger,
                              LayerSelection& entry) const {
-  const int source = source_of(*step.policy, layer, step.evicts);
+  const int source = source_of(*step.policy, layer);
   // record_dense() counts the rows that dense layers attended to.
-  const bool is_dense = step.policy->is_dense(layer) && !step.evicts;
+  const bool is_dense = step.policy->is_dense(layer);
   entry.follower = source != layer;
   entry.smallest_alpha = 1.0;
   Count count;

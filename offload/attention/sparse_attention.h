@@ -20,12 +20,6 @@
 
 namespace sluice {
 
-// Tokens that may be attended, in the backend's memory: 0 for those that may not; null: all may.
-struct Mask {
-  const std::uint8_t* tokens = nullptr;  // [sequences, stride]
-  std::int64_t stride = 0;
-};
-
 // Where selected rows are found that are not resident. Both outlive their user, and null stands for
 // none. Without a disk, host memory has every row; with one there is a cache, too.
 struct SelectedRows {
@@ -61,9 +55,8 @@ class SparseAttention {
 
   // Selects, unless choose_early() did, and attends for every token of the batch. Each token gets
   // the result that it would get alone, because a page serves as an index only to tokens after it.
-  // Masked tokens are never chosen.
   void attend(const Policy& policy, int layer, const TokenBatch& batch, const Queries& queries,
-              const PagedRows& rows, const Mask& mask);
+              const PagedRows& rows);
 
   // Selects without attending, for a layer that attends to everything but has followers.
   void select(const Policy& policy, int layer, const TokenBatch& batch, const Queries& queries,
@@ -74,8 +67,7 @@ class SparseAttention {
   // The step that a report is about.
   struct Step {
     const Policy* policy = nullptr;
-    bool evicts = false;  // tokens are masked, and nothing was chosen early
-    std::span<const BatchToken> tokens;
+    std::span<const BatchToken> tokens;   // as the layer has them
     const BlockTables* tables = nullptr;  // where the rows are
     int set = 0;                          // the layer's set in `tables`
   };
@@ -98,7 +90,6 @@ class SparseAttention {
     const float* q = nullptr;
     std::int64_t q_stride = 0;
     PagedRows rows;
-    Mask mask;
     bool skip_newest = false;  // the newest rows take no part in selecting, see newest_apart()
     bool is_early = false;     // chooses before the layer's turn
   };
@@ -121,8 +112,7 @@ class SparseAttention {
   static Report make_report(Backend& backend, const IndexLayout& layout, Tier tier);
 
   void for_waves(const Policy& policy, int layer, const TokenBatch& batch, const Queries& queries,
-                 const PagedRows& rows, const Mask& mask,
-                 const std::function<void(const Wave&)>& body);
+                 const PagedRows& rows, const std::function<void(const Wave&)>& body);
   // Buffers that estimating overwrites. Choosing a whole layer early has its own.
   struct Work {
     Buffer logits;            // [wave, query_heads, context]
@@ -144,7 +134,7 @@ class SparseAttention {
   bool weighs_values(const Policy& policy, const Wave& wave) const;
   // Estimates with the layer's own queries what tokens weigh that value tiles stand for.
   void weigh_values(const Policy& policy, const Wave& wave);
-  // The fields that all stages share: tokens that are always kept, and tokens that may be.
+  // The fields that all stages share, with the tokens that are always kept.
   SelectParams select_params(const Policy& policy, const Wave& wave) const;
   void prune(const Policy& policy, const Wave& wave, SelectParams params);
   void attend_wave(const Policy& policy, const Wave& wave, int source, const Queries& queries);
@@ -156,7 +146,7 @@ class SparseAttention {
   PlacedRow* places(const Wave& wave) const;
   // Adds the tokens that are not selected, with their values from value tiles of a few bits.
   void attend_values(const Policy& policy, const Wave& wave, const AttendSelectedParams& attended);
-  bool newest_apart(const Policy& policy, int layer, bool masked) const;
+  bool newest_apart(const Policy& policy, int layer) const;
   const Scorer& scorer_of(const Policy& policy) const { return scorers_.at(policy.select); }
 
   SelectionView selection(int layer, std::int64_t token) const;

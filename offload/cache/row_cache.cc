@@ -8,10 +8,12 @@ RowCache::RowCache(Queue& queue, const KvPlan& plan)
     : queue_(&queue),
       shape_(plan.shape),
       sets_(plan.cache_rows / RowCacheView::kWays),
-      host_rows_(plan.host_rows()),
+      host_rows_(plan.ragged ? plan.shape.layers * plan.host_rows() : plan.host_rows()),
       placed_rows_(plan.placed_rows),
       takes_turns_(plan.chooses_early),
-      selectable_(static_cast<std::size_t>(plan.blocks)) {
+      ragged_(plan.ragged),
+      selectable_(
+          static_cast<std::size_t>(plan.ragged ? plan.shape.layers * plan.blocks : plan.blocks)) {
   Backend& backend = queue.backend();
   const RowCacheBytes bytes(plan);
   rows_ = backend.allocate(Tier::device, bytes.rows);
@@ -45,9 +47,9 @@ void RowCache::advance() {
 }
 
 // Consecutive blocks are forgotten together, because each forget scans the whole cache.
-void RowCache::write(const BlockTables& tables, std::int32_t sequence, std::int64_t first,
+void RowCache::write(const BlockTables& tables, std::int32_t sequence, int set, std::int64_t first,
                      std::int64_t end, const ForgetBlocks& also) {
-  const auto block_of = [&](std::int64_t page) { return tables.page(sequence, page).host; };
+  const auto block_of = [&](std::int64_t page) { return tables.page(sequence, page, set).host; };
   const std::int64_t first_page = first / kPageTokens;
   const std::int64_t last_page = (end - 1) / kPageTokens;
   std::int64_t from = 0;

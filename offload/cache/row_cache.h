@@ -21,6 +21,9 @@ class RowCache {
   RowCache(Queue& queue, const KvPlan& plan);
 
   RowCacheView view() const;
+  // The layer by which rows are named: ragged tables number the rows of all layers together.
+  int name_of(int layer) const { return ragged_ ? 0 : layer; }
+
   // [tokens of a wave, kv_heads, selected]: the places of a layer's selected rows. If layers choose
   // early, [tokens of the batch, kv_heads, selected], and neighbouring layers have different
   // places.
@@ -35,10 +38,11 @@ class RowCache {
   // the next step begins with an empty cache. The brackets of two layers may overlap.
   void begin_filling() { ++filling_; }
   void end_filling() { --filling_; }
-  // Call before tokens [first, end) of a sequence are written; their blocks are in the tables. No
-  // step selects them until a page later than theirs begins. `also` forgets them elsewhere.
-  void write(const BlockTables& tables, std::int32_t sequence, std::int64_t first, std::int64_t end,
-             const ForgetBlocks& also = {});
+  // Call before rows [first, end) of a sequence are written in a table's sets; their blocks are in
+  // the tables. No step selects them until a page later than theirs begins. `also` forgets them
+  // elsewhere.
+  void write(const BlockTables& tables, std::int32_t sequence, int set, std::int64_t first,
+             std::int64_t end, const ForgetBlocks& also = {});
   // Forgets everything.
   void clear();
 
@@ -52,6 +56,7 @@ class RowCache {
   std::int32_t now_ = 0;
   std::int64_t placed_rows_;
   bool takes_turns_;
+  bool ragged_;
   int filling_ = 0;               // brackets that are open
   Buffer rows_;                   // [kv_heads, ways, row_bytes]
   Buffer tags_;                   // [kv_heads, ways]

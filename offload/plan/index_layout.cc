@@ -53,6 +53,7 @@ Quota candidates_of(const Policy& p) {
 
 std::vector<int> IndexLayout::dense_layers() const {
   std::vector<int> dense;
+  if (evicts) return dense;
   for (int layer = 0; layer < shape.layers; ++layer) {
     const auto at = static_cast<std::size_t>(layer);
     if (!selecting[at] && !windowed[at]) dense.push_back(layer);
@@ -190,15 +191,18 @@ std::uint64_t IndexLayout::host_bytes() const {
 
 std::size_t IndexLayout::page_table_bytes() const {
   // One table for every set of layers, see KvPlan::sets().
-  const std::int64_t sets = dense_layers().empty() ? 1 : 2;
+  const std::int64_t sets = evicts ? shape.layers : dense_layers().empty() ? 1 : 2;
   return count_of(sets, sequences, pages()) * sizeof(PageSlots);
 }
 
 std::size_t IndexLayout::tile_table_bytes() const {
-  return count_of(sequences, sequence_tiles()) * sizeof(std::int32_t);
+  return count_of(evicts ? shape.layers : 1, sequences, sequence_tiles()) * sizeof(std::int32_t);
 }
 
-std::size_t IndexLayout::token_bytes() const { return count_of(batch) * sizeof(BatchToken); }
+std::size_t IndexLayout::token_bytes() const {
+  // As their sequences have them, and as each layer does.
+  return count_of(evicts ? 1 + shape.layers : 1, batch) * sizeof(BatchToken);
+}
 
 std::uint64_t IndexLayout::table_bytes() const {
   return page_table_bytes() + tile_table_bytes() + token_bytes();
@@ -268,11 +272,6 @@ void include(IndexLayout& layout, const Policy& policy, const Scorers& scorers) 
   layout.zipvl = layout.zipvl || policy.prefill.tau > 0.0;
   layout.evicts = layout.evicts || policy.prefill.evict;
   layout.lists_pages = layout.lists_pages || policy.prefill.pages > 0.0;
-  if (policy.prefill.evict) {
-    // Even dense layers then attend to a list of the tokens that are left.
-    layout.slots = std::max(layout.slots, layout.wave);
-    layout.selected = layout.context;
-  }
   for (int layer = 0; layer < layout.shape.layers; ++layer) {
     (policy.is_dense(layer) ? layout.attending_all
                             : layout.selecting)[static_cast<std::size_t>(layer)] = true;
@@ -300,7 +299,7 @@ bool reads_values(const Policy& policy, int layers) {
 
 // Tokens that one policy evicts are gone for the others, too, so the restrictions of an evicting
 // policy (validate()) hold for all of them.
-void require_compatible(std::span<const Policy> policies, int layers) {
+void require_compatible(std::span<const Policy> policies, bool reports_positions) {
   const auto any = [&](const auto& does) {
     return std::any_of(policies.begin(), policies.end(), does);
   };
@@ -312,7 +311,8 @@ void require_compatible(std::span<const Policy> policies, int layers) {
   };
   refuse([](const Policy& p) { return !p.anchors.empty(); }, "anchors");
   refuse([](const Policy& p) { return p.correct > 0; }, "corrections (`correct`)");
-  refuse([&](const Policy& p) { return reads_values(p, layers); }, "compensate=values");
+  refuse([&](const Policy&) { return reports_positions; },
+         "reported positions (`reports_positions`), because layers number the rows that are left");
 }
 
 void require_runs(const Scorer& scorer, Processor processor) {
@@ -398,7 +398,7 @@ IndexLayout plan_index(const KvRequest& request) {
     require_within(request.on.logits, request, policy);
     require_fits_windows(policy, request.windows);
   }
-  require_compatible(request.policies, request.shape.layers);
+  require_compatible(request.policies, request.reports_positions);
   IndexLayout layout;
   layout.shape = request.shape;
   layout.context = request.context;

@@ -93,7 +93,7 @@ struct IndexLayout {
   bool digested = false;  // some policy's logits are digested
   std::vector<LayerIndex> layers;
   // Layers that attend to a selection, their own or an earlier layer's, under some policy; and
-  // layers that attend to everything, or to all that an eviction left, under some policy.
+  // layers that attend to everything under some policy.
   std::vector<bool> selecting;
   std::vector<bool> attending_all;
   std::vector<bool> windowed;      // layers that attend to a window of the newest tokens
@@ -104,12 +104,13 @@ struct IndexLayout {
   bool early = false;              // some layer of some policy chooses its rows early
   bool whole_layer_early = false;  // a whole layer early
   bool zipvl = false;              // some policy's prefill is sparse
-  bool evicts = false;             // some sparse prefill also evicts the tokens that it leaves out
+  bool evicts = false;             // some sparse prefill evicts: every layer has its own tables
   bool lists_pages = false;        // some policy's prefill attends to some pages only
   std::int64_t arena_rows = 0;     // selected rows per KV head attended at a time
 
   bool selects() const { return slots > 0; }
-  // Layers that attend to everything under all policies, if others select or have a window.
+  // Layers that attend to everything under all policies, if others select or have a window and layers
+  // share their tables.
   std::vector<int> dense_layers() const;
   // The slot of a token's selection in a layer.
   std::int64_t slot(int layer, std::int64_t token) const;
@@ -131,7 +132,7 @@ struct IndexLayout {
   SelectionBytes selection_bytes() const;  // 0 if nothing ever selects
   EarlyBytes early_bytes() const;          // 0 if nothing chooses early
   std::uint64_t host_bytes() const;        // the host's copy of what the backend reports
-  // Bytes of the page table, the tile table and a step's tokens.
+  // Bytes of the page tables, the tile tables and a step's tokens.
   std::size_t page_table_bytes() const;
   std::size_t tile_table_bytes() const;
   std::size_t token_bytes() const;

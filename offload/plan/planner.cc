@@ -157,7 +157,9 @@ CacheWish cache_wish(const KvPlan& plan, const KvRequest& request, const IndexLa
   // An explicit `row_cache` is always honoured.
   const bool pays = request.cache_memory.has_value() || fetched >= request.on.cached_bytes;
   const auto layers = std::count(layout.selecting.begin(), layout.selecting.end(), true);
-  const bool fits = RowCacheView::fits(plan.shape.layers, plan.host_rows());
+  // Ragged tables number the rows of all layers together, in 31 bits.
+  const bool fits = RowCacheView::fits(plan.shape.layers, plan.host_rows()) &&
+                    (!plan.ragged || plan.shape.layers * plan.host_rows() <= INT32_MAX);
   if (layers == 0 || fetched == 0 || !pays || !fits) return {};
   // An uncapped share of the weight is usually reached by far fewer tokens.
   const std::int64_t usual = std::min(layout.selected, plan.context / kUsualShare + 1);
@@ -242,19 +244,20 @@ std::uint64_t KvPlan::dense_bytes() const {
 
 // A single sequence fills its blocks in order, so its last block needs rows only up to `context`.
 std::int64_t KvPlan::host_rows() const {
-  return sequences == 1 ? std::min(context, blocks * kPageTokens) : blocks * kPageTokens;
+  return sequences == 1 && !ragged ? std::min(context, blocks * kPageTokens) : blocks * kPageTokens;
 }
 
 bool KvPlan::all_resident() const { return in_place || resident_tokens >= host_rows(); }
 
 int KvPlan::set_of(int layer) const {
+  if (ragged) return layer;
   return std::binary_search(dense_layers.begin(), dense_layers.end(), layer) ? 1 : 0;
 }
 
 std::int64_t KvPlan::device_rows(int set) const {
   if (in_place) return 0;
   const std::int64_t pinned = tails ? sequences * kPageTokens : 0;
-  const std::int64_t resident = set == 0 ? resident_tokens : dense_resident_tokens;
+  const std::int64_t resident = set == 0 || ragged ? resident_tokens : dense_resident_tokens;
   return std::min(host_rows(), resident + pinned);
 }
 
@@ -268,6 +271,7 @@ DeviceRowBytes::DeviceRowBytes(const KvPlan& plan) {
   window = of_heads * static_cast<std::uint64_t>(plan.window_tokens);
   stream = of_heads * static_cast<std::uint64_t>(2 * plan.stream_tokens);
   compact = of_heads * static_cast<std::uint64_t>(plan.compact_rows);
+  prompt = of_heads * static_cast<std::uint64_t>(plan.prompt_rows);
   cache = RowCacheBytes(plan).sum();
 }
 
@@ -301,7 +305,18 @@ std::uint64_t host_region_bytes(const KvShape& shape, std::int64_t rows) {
 namespace {
 
 std::uint64_t host_row_bytes(const KvPlan& plan) {
-  return regions_of(plan.shape) * host_region_bytes(plan.shape, plan.host_rows());
+  if (!plan.ragged) return regions_of(plan.shape) * host_region_bytes(plan.shape, plan.host_rows());
+  // One region per KV head, from which all layers take their pages.
+  return static_cast<std::uint64_t>(plan.shape.kv_heads) *
+         host_region_bytes(plan.shape, plan.shape.layers * plan.host_rows());
+}
+
+// Ragged tables number the pages of all layers together.
+void require_pages_numbered(const KvPlan& plan) {
+  if (plan.shape.layers * plan.blocks <= INT32_MAX) return;
+  throw Error(ErrorCode::unsupported,
+              "a prefill that evicts takes fewer tokens than " + std::to_string(plan.tokens) +
+                  " in " + std::to_string(plan.shape.layers) + " layers; shorten `context`");
 }
 
 // Blocks for sequences with `tokens` distinct tokens in total.
@@ -322,6 +337,11 @@ KvPlan uncapped(const KvRequest& request, std::shared_ptr<const IndexLayout> car
   plan.sequences = request.sequences;
   plan.tokens = request.tokens > 0 ? request.tokens : request.sequences * request.context;
   plan.blocks = blocks_for(request.context, request.sequences, plan.tokens);
+  if (layout.evicts) {
+    plan.ragged = true;
+    plan.prompt_rows = request.context;
+    require_pages_numbered(plan);
+  }
   plan.chunk = std::min(request.chunk, request.context);
   plan.decode_batch = layout.batch;
   plan.reports_positions = request.reports_positions;
@@ -351,7 +371,7 @@ KvPlan uncapped(const KvRequest& request, std::shared_ptr<const IndexLayout> car
 // Adds host attention if some layer attends to all rows.
 KvPlan shared_with_host(KvPlan plan, const KvRequest& request, const IndexLayout& layout) {
   const std::vector<bool>& all = layout.attending_all;
-  const bool attends_all = std::find(all.begin(), all.end(), true) != all.end();
+  const bool attends_all = !plan.ragged && std::find(all.begin(), all.end(), true) != all.end();
   if (!request.host_attention || !(attends_all || request.policies.empty())) return plan;
   if (!request.windows.empty()) return plan;  // rows of a window are few
   const HostAttentionBytes bytes(plan);
@@ -522,8 +542,9 @@ KvPlan plan_kv(const KvRequest& request) {
   if (!request.device_cap && request.on.attends_host_rows) {
     plan.in_place = true;
     if (layout.zipvl) plan.compact_rows = std::min(kHostCompactRows, request.context);
+    const DeviceRowBytes rows(plan);
     plan.host_bytes +=
-        plan.index_bytes + plan.work_bytes + plan.table_bytes + DeviceRowBytes(plan).compact;
+        plan.index_bytes + plan.work_bytes + plan.table_bytes + rows.compact + rows.prompt;
     return plan;
   }
   const std::uint64_t cap = room_of(request);

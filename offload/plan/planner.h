@@ -18,9 +18,10 @@ struct DeviceRowBytes {
   std::uint64_t window;    // of a step's rows
   std::uint64_t stream;    // both buffers
   std::uint64_t compact;   // of important tokens
+  std::uint64_t prompt;    // of one layer of a prompt that evicts
   std::uint64_t cache;     // the row cache with its tables
 
-  std::uint64_t sum() const { return resident + window + stream + compact + cache; }
+  std::uint64_t sum() const { return resident + window + stream + compact + prompt + cache; }
 };
 
 // Bytes that RowCache allocates.

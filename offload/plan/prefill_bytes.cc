@@ -23,12 +23,12 @@ ImportantTokenBytes::ImportantTokenBytes(const IndexLayout& layout) {
   positions = seen = bytes_of(layout.context, sizeof(std::int32_t));
   packed = bytes_of(packed_tokens * width, sizeof(float));
   packed_lse = bytes_of(packed_tokens * shape.query_heads, sizeof(float));
-  masks = layout.evicts ? bytes_of(shape.layers * layout.sequences * layout.context, 1) : 0;
+  table = layout.evicts ? bytes_of(layout.pages(), sizeof(PageSlots)) : 0;
   bad = sizeof(std::int32_t);
 }
 
 std::uint64_t ImportantTokenBytes::work() const {
-  return probe_queries + sums + listed + positions + seen + 2 * packed + packed_lse + masks;
+  return probe_queries + sums + listed + positions + seen + 2 * packed + packed_lse + table;
 }
 
 ListedPageBytes::ListedPageBytes(const KvPlan& plan) {

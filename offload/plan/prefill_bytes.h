@@ -28,13 +28,13 @@ struct ImportantTokenBytes {
   std::size_t seen;
   std::size_t packed;      // queries, and again for outputs; 0 if no policy evicts
   std::size_t packed_lse;  // 0 if no policy evicts
-  std::size_t masks;       // 0 if no policy evicts
+  std::size_t table;       // of the staged rows; 0 if no policy evicts
   std::size_t bad;         // host memory
 
   // Bytes where attention reads.
   std::uint64_t work() const;
-  // Bytes in host memory, which has copies of the list and of the masks.
-  std::uint64_t host() const { return listed + masks + bad; }
+  // Bytes in host memory, which has a copy of the list.
+  std::uint64_t host() const { return listed + bad; }
 };
 
 // Allocations of ListedPages; 0 for a plan without lists.

@@ -22,20 +22,39 @@ void DecodeStep::begin(std::span<const BatchToken> tokens, const Policy& policy)
   for (int layer = 0; !policy.layers.empty() && layer < pool_->plan().shape.layers; ++layer) {
     by_layer_.push_back(policy.at(layer));
   }
-  std::int64_t longest = kLeastCapacity;
-  for (const BatchToken& token : tokens) longest = std::max(longest, token.count());
-  capacity_ =
-      std::min(static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(longest))),
-               pool_->plan().context);
-  const CopyOp op = {reinterpret_cast<std::byte*>(pool_->tokens()),
-                     reinterpret_cast<const std::byte*>(tokens_.data()),
-                     tokens_.size() * sizeof(BatchToken)};
-  pool_->queue().copy({&op, 1});
+  place_tokens();
   beside_ = find_beside();
   if (pool_->cache() != nullptr) pool_->cache()->advance();
   if (pool_->disk_rows() != nullptr) pool_->disk_rows()->begin_step();
   if (pool_->sparse() != nullptr) pool_->sparse()->begin_step();
   begin_runs();
+}
+
+// Rows decide the capacity, because only work on rows is sized by it.
+void DecodeStep::place_tokens() {
+  const KvPlan& plan = pool_->plan();
+  layer_tokens_.assign(plan.ragged ? plan.shape.layers * plan.decode_batch : 0, {});
+  std::int64_t longest = kLeastCapacity;
+  for (int layer = 0; layer < (plan.ragged ? plan.shape.layers : 1); ++layer) {
+    for (std::size_t i = 0; i < tokens_.size(); ++i) {
+      BatchToken token = tokens_[i];
+      token.position = static_cast<std::int32_t>(
+          pool_->tables().rows(token.sequence, token.position, pool_->set_of(layer)));
+      longest = std::max(longest, token.count());
+      if (plan.ragged)
+        layer_tokens_[static_cast<std::size_t>(layer * plan.decode_batch) + i] = token;
+    }
+  }
+  capacity_ = std::min(
+      static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(longest))), plan.context);
+  const auto copy = [&](BatchToken* to, const std::vector<BatchToken>& from) {
+    const CopyOp op = {reinterpret_cast<std::byte*>(to),
+                       reinterpret_cast<const std::byte*>(from.data()),
+                       from.size() * sizeof(BatchToken)};
+    if (op.bytes > 0) pool_->queue().copy({&op, 1});
+  };
+  copy(pool_->tokens(), tokens_);
+  copy(pool_->tokens(0), layer_tokens_);
 }
 
 // Not for several tokens of one sequence, which are one run of the session's.
@@ -95,22 +114,31 @@ KvPool::StepKind DecodeStep::kind() const {
   const std::vector<Policy>& policies = pool_->policies();
   const auto number = std::find(policies.begin(), policies.end(), *policy_) - policies.begin();
   return {static_cast<std::size_t>(number), static_cast<std::int64_t>(tokens_.size()), capacity_,
-          evicts(), beside_ != nullptr};
+          beside_ != nullptr};
 }
 
 TokenBatch DecodeStep::batch() const {
   return {pool_->tokens(), static_cast<std::int64_t>(tokens_.size()), capacity_};
 }
 
-bool DecodeStep::evicts() const {
-  return pool_->important() != nullptr && pool_->important()->has_evicted();
+TokenBatch DecodeStep::batch(int layer) const {
+  TokenBatch batch = this->batch();
+  if (pool_->plan().ragged) batch.tokens = pool_->tokens(layer);
+  return batch;
+}
+
+std::span<const BatchToken> DecodeStep::tokens(int layer) const {
+  const KvPlan& plan = pool_->plan();
+  if (!plan.ragged) return tokens_;
+  return std::span(layer_tokens_)
+      .subspan(static_cast<std::size_t>(layer * plan.decode_batch), tokens_.size());
 }
 
 const Policy& DecodeStep::policy(int layer) const {
   return by_layer_.empty() ? *policy_ : by_layer_[static_cast<std::size_t>(layer)];
 }
 
-bool DecodeStep::is_dense(int layer) const { return policy_->is_dense(layer) && !evicts(); }
+bool DecodeStep::is_dense(int layer) const { return policy_->is_dense(layer); }
 
 void DecodeStep::append(int layer, const NewRows& rows) {
   AppendBatchParams params;
@@ -118,7 +146,7 @@ void DecodeStep::append(int layer, const NewRows& rows) {
   params.v = rows.v;
   params.stride = rows.stride;
   params.shape = pool_->plan().shape;
-  params.batch = batch();
+  params.batch = batch(layer);
   params.rows = pool_->rows(layer);
   SparseAttention* const sparse = pool_->sparse();
   if (sparse != nullptr && sparse->index().value_sums(layer) != nullptr) {
@@ -134,22 +162,19 @@ void DecodeStep::append(int layer, const NewRows& rows) {
 
 Early DecodeStep::early(int layer) const {
   const SparseAttention* const sparse = pool_->sparse();
-  const bool begins = sparse != nullptr && !evicts() && sparse->begins_early(policy(layer), layer);
+  const bool begins = sparse != nullptr && sparse->begins_early(policy(layer), layer);
   return begins ? policy(layer).early_at(layer) : Early::none;
 }
 
 void DecodeStep::choose_early(int layer, const Queries& queries) {
   check(early(layer) != Early::none, "a layer that does not begin early");
-  pool_->sparse()->choose_early(policy(layer), layer, batch(), queries.q, queries.stride,
+  pool_->sparse()->choose_early(policy(layer), layer, batch(layer), queries.q, queries.stride,
                                 pool_->rows(layer));
 }
 
 void DecodeStep::attend(int layer, const Queries& queries) {
   if (!is_dense(layer)) {
-    const bool evicts = this->evicts();
-    const Mask mask = evicts ? pool_->important()->mask(layer) : Mask();
-    return pool_->sparse()->attend(policy(layer), layer, batch(), queries, pool_->rows(layer),
-                                   mask);
+    return pool_->sparse()->attend(policy(layer), layer, batch(layer), queries, pool_->rows(layer));
   }
   if (!runs_.empty()) {
     attend_runs(layer, queries);
@@ -159,7 +184,7 @@ void DecodeStep::attend(int layer, const Queries& queries) {
   params.q = queries.q;
   params.q_stride = queries.stride;
   params.shape = pool_->plan().shape;
-  params.batch = batch();
+  params.batch = batch(layer);
   params.rows = pool_->rows(layer);
   params.window = pool_->plan().window(layer);
   params.scale = attend_params(params.shape, {}, {}).scale;
@@ -177,7 +202,7 @@ void DecodeStep::attend(int layer, const Queries& queries) {
 
 void DecodeStep::select(int layer, const Queries& queries) {
   if (!policy_->selects(layer)) return;
-  pool_->sparse()->select(policy(layer), layer, batch(), queries, pool_->rows(layer));
+  pool_->sparse()->select(policy(layer), layer, batch(layer), queries, pool_->rows(layer));
 }
 
 void DecodeStep::issue_report() {
@@ -190,7 +215,7 @@ void DecodeStep::record_dense(int layer, std::size_t number, Ledger& ledger) con
   if (!runs_.empty()) return record_streamed(layer, number, ledger);
   const KvShape& shape = pool_->plan().shape;
   const Tier tier = pool_->tier();
-  const BatchToken& token = tokens_[number];
+  const BatchToken& token = tokens(layer)[number];
   const int set = pool_->set_of(layer);
   const auto resident_below = [&](std::int64_t tokens) {
     return pool_->plan().in_place ? tokens
@@ -243,8 +268,8 @@ StepSelection DecodeStep::finish(std::int32_t sequence, bool counts_dense, Ledge
     }
     LayerSelection& entry = result.emplace_back();
     entry.layer = layer;
-    sparse->finish({&policy(layer), evicts(), tokens_, &pool_->tables(), pool_->set_of(layer)},
-                   layer, sequence, ledger, entry);
+    sparse->finish({&policy(layer), tokens(layer), &pool_->tables(), pool_->set_of(layer)}, layer,
+                   sequence, ledger, entry);
   }
   if (sparse != nullptr) sparse->check_pages(sequence);
   return result;

@@ -58,13 +58,15 @@ class DecodeStep {
   // recorded: a dense layer's rows stream from disk.
   bool is_recordable() const { return runs_.empty(); }
 
-  // The tokens where the backend reads them.
+  // The tokens where the backend reads them: as their sequences have them, and as a layer does,
+  // where positions are those of rows.
   TokenBatch batch() const;
+  TokenBatch batch(int layer) const;
 
  private:
-  // True if tokens of some prompt were evicted: no layer attends to them again, not even dense
-  // ones.
-  bool evicts() const;
+  void place_tokens();
+  // The host's copy of batch(layer).
+  std::span<const BatchToken> tokens(int layer) const;
   // Host attention, or null if the host does not attend in this step.
   HostAttention* find_beside() const;
   void record_dense(int layer, std::size_t number, Ledger& ledger) const;
@@ -78,6 +80,7 @@ class DecodeStep {
 
   KvPool* pool_;
   std::vector<BatchToken> tokens_;
+  std::vector<BatchToken> layer_tokens_;  // [layers, decode_batch] if tables are ragged, else empty
   const Policy* policy_ = nullptr;
   std::vector<Policy> by_layer_;  // of *policy_, if layers differ
   std::int64_t capacity_ = 0;

@@ -25,15 +25,18 @@ BlockLimits limits_of(const KvPlan& plan) {
   BlockLimits limits;
   limits.sequences = plan.sequences;
   limits.sequence_pages = layout.pages();
-  limits.blocks = plan.blocks;
+  const std::int64_t of_page = plan.ragged ? plan.shape.layers : 1;  // blocks
+  limits.blocks = of_page * plan.blocks;
   limits.tiles = layout.selects() ? layout.tiles : 0;
-  limits.resident_blocks.assign(static_cast<std::size_t>(plan.sets()), 0);
+  limits.ragged_sets = plan.ragged ? plan.shape.layers : 0;
+  const bool two_sets = !plan.ragged && plan.sets() > 1;
+  limits.resident_blocks.assign(two_sets ? 2 : 1, 0);
   if (plan.in_place) return limits;
   const auto blocks_of = [&](std::int64_t tokens) {
-    return tokens >= plan.host_rows() ? plan.blocks : tokens / kPageTokens;
+    return of_page * (tokens >= plan.host_rows() ? plan.blocks : tokens / kPageTokens);
   };
   limits.resident_blocks = {blocks_of(plan.resident_tokens)};
-  if (plan.sets() > 1) limits.resident_blocks.push_back(blocks_of(plan.dense_resident_tokens));
+  if (two_sets) limits.resident_blocks.push_back(blocks_of(plan.dense_resident_tokens));
   limits.pins_newest = plan.tails;
   limits.reports_lost_slots = plan.on_disk;
   return limits;
@@ -60,13 +63,16 @@ KvPool::KvPool(std::shared_ptr<Queue> queue, const KvPlan& plan, std::span<const
   if (plan.on_disk) {
     disk_ = std::make_unique<DiskPages>(*transfer_, plan, disk);
   } else {
-    host_ = std::make_unique<HostStore>(backend, plan.shape, plan.host_rows());
+    KvShape regions = plan.shape;
+    if (plan.ragged) regions.layers = 1;
+    host_ = std::make_unique<HostStore>(backend, regions,
+                                        plan.host_rows() * (plan.ragged ? plan.shape.layers : 1));
   }
   std::int64_t before = 0;
   for (int layer = 0; layer < plan_.shape.layers; ++layer) {
     sets_.push_back(plan_.set_of(layer));
     on_device_.push_back(before);
-    before += plan_.shape.kv_heads * plan_.device_rows(sets_.back());
+    if (!plan.ragged) before += plan_.shape.kv_heads * plan_.device_rows(sets_.back());
   }
   const DeviceRowBytes rows(plan);
   device_ = backend.allocate(Tier::device, rows.resident);
@@ -83,7 +89,7 @@ KvPool::KvPool(std::shared_ptr<Queue> queue, const KvPlan& plan, std::span<const
     sparse_->index().use_table(reinterpret_cast<const std::int32_t*>(tiles_.data()));
   }
   if (layout.zipvl) {
-    important_ = std::make_unique<ImportantTokens>(*queue_, layout, rows.compact, tier());
+    important_ = std::make_unique<ImportantTokens>(*queue_, layout, rows, tier());
   }
   if (plan.listed_blocks > 0) listed_ = std::make_unique<ListedPages>(*queue_, plan, tier());
   if (plan.host_attention) {
@@ -119,7 +125,6 @@ std::int32_t KvPool::open() {
   forget_sums(sequence);
   if (sparse_ != nullptr) sparse_->index().clear_values(sequence);
   if (sparse_ != nullptr) sparse_->index().clear_bad(sequence);
-  if (important_ != nullptr) important_->rewind(sequence, 0);
   return sequence;
 }
 
@@ -127,7 +132,6 @@ std::int32_t KvPool::fork(std::int32_t sequence) {
   const std::int32_t child = tables_.fork(sequence);
   if (sparse_ != nullptr) sparse_->index().copy_values(sequence, child);
   if (sparse_ != nullptr) sparse_->index().clear_bad(child);
-  if (important_ != nullptr) important_->copy(sequence, child);
   if (listed_ != nullptr) listed_->copy(sequence, child);
   publish();
   return child;
@@ -148,13 +152,13 @@ void KvPool::truncate(std::int32_t sequence, std::span<const std::int64_t> ends,
   if (sparse_ != nullptr) {
     for (int layer = 0; layer < plan_.shape.layers; ++layer) {
       const std::int64_t from = ends[static_cast<std::size_t>(layer)];
-      if (from == length) continue;
-      if (!restore_sums(layer, sequence, length)) subtract_values(layer, sequence, length, from);
-      sparse_->index().truncate(layer, sequence, from, length, rows(layer));
+      const std::int64_t to = tables_.rows(sequence, length, set_of(layer));
+      if (from == to) continue;
+      if (!restore_sums(layer, sequence, length)) subtract_values(layer, sequence, to, from);
+      sparse_->index().truncate(layer, sequence, from, to, rows(layer));
     }
   }
   if (length < kept_length_) forget_sums(sequence);
-  if (important_ != nullptr) important_->rewind(sequence, length);
   tables_.truncate(sequence, length);
   if (disk_ != nullptr) write_lost(PageSlots::kNone, nullptr);
 }
@@ -172,9 +176,12 @@ bool KvPool::restore_sums(int layer, std::int32_t sequence, std::int64_t length)
   if (sequence != kept_sequence_ || !near) return false;
   KeyIndex& index = sparse_->index();
   if (index.value_sums(layer) == nullptr) return true;
-  const std::vector<RowRun> runs =
-      disk_ == nullptr ? host_runs(tables_, sequence, kept_length_, length)
-                       : nearest_runs(tables_, sequence, kept_length_, length, set_of(layer));
+  const int set = set_of(layer);
+  const std::int64_t first = tables_.rows(sequence, kept_length_, set);
+  const std::int64_t end = tables_.rows(sequence, length, set);
+  const std::vector<RowRun> runs = disk_ == nullptr
+                                       ? host_runs(tables_, sequence, first, end, set)
+                                       : nearest_runs(tables_, sequence, first, end, set);
   const auto is_on_disk = [&](const RowRun& run) {
     return disk_ != nullptr && run.place == RowPlace::host;
   };
@@ -188,12 +195,12 @@ bool KvPool::restore_sums(int layer, std::int32_t sequence, std::int64_t length)
   return true;
 }
 
-// Takes the values of tokens [first, end) off the sums of the sequence.
+// Takes the values of rows [first, end) off the sums of the sequence.
 void KvPool::subtract_values(int layer, std::int32_t sequence, std::int64_t first,
                              std::int64_t end) {
   KeyIndex& index = sparse_->index();
   if (disk_ == nullptr) {
-    for (const RowRun& run : host_runs(tables_, sequence, first, end)) {
+    for (const RowRun& run : host_runs(tables_, sequence, first, end, set_of(layer))) {
       index.add_values(layer, sequence, spans(layer, run), true);
     }
     return;
@@ -237,15 +244,63 @@ std::int64_t KvPool::write_by_layers(std::int32_t sequence, std::int64_t first, 
   return rows_in_host(sequence, first, end);
 }
 
-// Rows of a region up to the last one of tokens [first, end).
-std::int64_t KvPool::rows_in_host(std::int32_t sequence, std::int64_t first,
+std::vector<std::int32_t> KvPool::write_rows(std::int32_t sequence, int layer, std::int64_t first,
+                                             std::int64_t end, Ledger& ledger) {
+  kept_rows_ = true;
+  settle();
+  const int set = set_of(layer);
+  const BlockTables::Writing writing = tables_.write_rows(sequence, set, first, end);
+  const std::int64_t rows = rows_in_host(sequence, set, first, end);
+  kept_rows_ = writing.blocks.empty() && writing.tiles.empty();
+  // No more than these rows: what a prompt leaves free is for others.
+  host_->commit(0, rows);
+  host_used_ = std::max(host_used_, rows);
+  forget_cached(sequence, set, first, end);
+  copy_shared(writing, ledger);
+  kept_rows_ = true;
+  publish();
+  return writing.begun;
+}
+
+// Rows of a region up to the last one of rows [first, end) of a set.
+std::int64_t KvPool::rows_in_host(std::int32_t sequence, int set, std::int64_t first,
                                   std::int64_t end) const {
   std::int64_t rows = 0;
   for (std::int64_t page = first / kPageTokens; page * kPageTokens < end; ++page) {
     const std::int64_t used = std::min<std::int64_t>(kPageTokens, end - page * kPageTokens);
-    rows = std::max(rows, tables_.page(sequence, page).host * kPageTokens + used);
+    rows = std::max(rows, tables_.page(sequence, page, set).host * kPageTokens + used);
   }
   return rows;
+}
+
+// The same for tokens [first, end) in every table.
+std::int64_t KvPool::rows_in_host(std::int32_t sequence, std::int64_t first,
+                                  std::int64_t end) const {
+  std::int64_t rows = 0;
+  for (int table = 0; table < tables_.limits().tables(); ++table) {
+    const std::int64_t row = tables_.rows(sequence, first, table);
+    rows = std::max(rows, rows_in_host(sequence, table, row, row + end - first));
+  }
+  return rows;
+}
+
+void KvPool::forget_cached(std::int32_t sequence, int set, std::int64_t first, std::int64_t end) {
+  if (cache_ == nullptr) return;
+  cache_->write(tables_, sequence, set, first, end, [&](std::int64_t from, std::int64_t blocks) {
+    if (disk_rows_ == nullptr) return;
+    queue_->synchronize();  // a step that failed may still be fetching
+    disk_rows_->forget(from, blocks);
+  });
+}
+
+void KvPool::copy_shared(const BlockTables::Writing& writing, Ledger& ledger) {
+  for (const BlockCopy& copy : writing.blocks) copy_block(copy, ledger);
+  for (const TileCopy& copy : writing.tiles) {
+    for (int layer = 0; layer < plan_.shape.layers; ++layer) {
+      if (tables_.table_of(set_of(layer)) != copy.table) continue;
+      sparse_->index().copy_tile(layer, copy.from, copy.to);
+    }
+  }
 }
 
 std::vector<std::int32_t> KvPool::write(std::int32_t sequence, std::int64_t first, std::int64_t end,
@@ -262,15 +317,11 @@ std::vector<std::int32_t> KvPool::write(std::int32_t sequence, std::int64_t firs
     write_lost(continues ? tables_.page(sequence, first / kPageTokens).host : PageSlots::kNone,
                &ledger);
   }
-  if (cache_ != nullptr) {
-    cache_->write(tables_, sequence, first, end, [&](std::int64_t from, std::int64_t blocks) {
-      if (disk_rows_ == nullptr) return;
-      queue_->synchronize();  // a step that failed may still be fetching
-      disk_rows_->forget(from, blocks);
-    });
+  for (int table = 0; table < tables_.limits().tables(); ++table) {
+    const std::int64_t row = tables_.rows(sequence, first, table);
+    forget_cached(sequence, table, row, row + end - first);
   }
-  for (const BlockCopy& copy : writing.blocks) copy_block(copy, ledger);
-  for (const TileCopy& copy : writing.tiles) sparse_->index().copy_tile(copy.from, copy.to);
+  copy_shared(writing, ledger);
   publish();
   return writing.begun;
 }
@@ -278,8 +329,13 @@ std::vector<std::int32_t> KvPool::write(std::int32_t sequence, std::int64_t firs
 void KvPool::make_room_on_host(const BlockTables::Writing& writing, std::int32_t sequence,
                                std::int64_t first, std::int64_t rows, bool by_layers) {
   try {
-    // Pages copied now need host memory in all layers.
-    by_layers&& writing.blocks.empty() ? host_->charge(rows) : host_->grow(rows);
+    if (plan_.ragged) {
+      host_->grow_to(rows);
+    } else if (by_layers && writing.blocks.empty()) {
+      host_->charge(rows);
+    } else {
+      host_->grow(rows);  // pages copied now need host memory in all layers
+    }
   } catch (...) {
     tables_.truncate(sequence, first);
     // Pages and tiles that were not copied are not where the tables now say.
@@ -316,7 +372,9 @@ void KvPool::record_written(int layer, std::int64_t rows, Ledger& ledger) const 
 
 void KvPool::grow_ahead(std::int64_t rows) noexcept {
   try {
-    if (host_ != nullptr) host_->grow_to(std::min(plan_.host_rows(), host_used_ + rows));
+    const std::int64_t of_row = plan_.ragged ? plan_.shape.layers : 1;
+    if (host_ == nullptr) return;
+    host_->grow_to(std::min(of_row * plan_.host_rows(), host_used_ + of_row * rows));
   } catch (const Error&) {  // NOLINT(bugprone-empty-catch): the write that needs it reports
   }
 }
@@ -398,17 +456,19 @@ void KvPool::publish() {
     const BlockTables::Change& change = changes[i];
     if (!tables_.is_open(change.sequence)) continue;
     if (change.is_tile) {
-      if (change.number >= tables_.tiles(change.sequence)) continue;
-      tiles[i] = tables_.tile(change.sequence, change.number);
-      const std::int64_t at = change.sequence * plan_.layout->sequence_tiles() + change.number;
+      if (change.number >= tables_.tiles(change.sequence, change.table)) continue;
+      tiles[i] = tables_.tile(change.sequence, change.number, change.table);
+      const std::int64_t at =
+          tiles_of(change.table) + change.sequence * plan_.layout->sequence_tiles() + change.number;
       add(tiles_.data() + static_cast<std::size_t>(at) * sizeof(std::int32_t), &tiles[i],
           sizeof(std::int32_t));
-    } else if (change.number < tables_.pages(change.sequence)) {
+    } else if (change.number < tables_.pages(change.sequence, change.table)) {
       page_changes.push_back(change);
     }
   }
   for (int set = 0; set < plan_.sets(); ++set) {
     for (const BlockTables::Change& change : page_changes) {
+      if (change.table != tables_.table_of(set)) continue;
       pages.push_back(tables_.page(change.sequence, change.number, set));
       const std::int64_t at =
           table_of(set) + change.sequence * plan_.layout->pages() + change.number;
@@ -462,12 +522,12 @@ PagedRows KvPool::rows(int layer) const {
 }
 
 std::int64_t KvPool::device_stride(int set) const {
-  return plan_.device_rows(set) * static_cast<std::int64_t>(plan_.shape.row_bytes());
+  return device_rows(set) * static_cast<std::int64_t>(plan_.shape.row_bytes());
 }
 
 std::byte* KvPool::on_device(int layer, int head, std::int64_t number) const {
-  const std::int64_t row = on_device_[static_cast<std::size_t>(layer)] +
-                           head * plan_.device_rows(set_of(layer)) + number;
+  const std::int64_t row =
+      on_device_[static_cast<std::size_t>(layer)] + head * device_rows(set_of(layer)) + number;
   return device_.data() + static_cast<std::size_t>(row) * plan_.shape.row_bytes();
 }
 

@@ -50,6 +50,10 @@ class KvPool {
   const BlockTables& tables() const { return tables_; }
   // The set in the tables that a layer belongs to.
   int set_of(int layer) const { return sets_[static_cast<std::size_t>(layer)]; }
+  // Blocks in tokens of every layer.
+  std::int64_t tokens_of(std::int64_t blocks) const {
+    return blocks * kPageTokens / tables_.limits().tables();
+  }
   // The tier where attention reads: device, or host if rows are attended in place.
   Tier tier() const { return plan_.in_place ? Tier::host : Tier::device; }
 
@@ -57,7 +61,7 @@ class KvPool {
   std::int32_t open();
   std::int32_t fork(std::int32_t sequence);
   void close(std::int32_t sequence) noexcept;
-  // Forgets tokens from `length` on. `ends`: by layer, the end of the tokens that have rows.
+  // Forgets tokens from `length` on. `ends`: by layer, the rows that there are.
   void truncate(std::int32_t sequence, std::span<const std::int64_t> ends, std::int64_t length);
   // Keeps the sums of values of a sequence of `length` tokens, before a step that may be cut: a
   // truncate() to one of its tokens, or to one of the next few, restores them to the bit.
@@ -88,11 +92,20 @@ class KvPool {
   std::int64_t write_by_layers(std::int32_t sequence, std::int64_t first, std::int64_t end,
                                Ledger& ledger);
   void ready_host_rows(int layer, std::int64_t rows) { host_->commit(layer, rows); }
+  // Ragged only: write() for rows [first, end) of one layer, in a prompt whose rows are staged; see
+  // BlockTables. Throws what write() throws; the prompt's rows up to `first` stay as they are.
+  std::vector<std::int32_t> write_rows(std::int32_t sequence, int layer, std::int64_t first,
+                                       std::int64_t end, Ledger& ledger);
+  // Ends such a prompt of tokens [first, end). `rows`: by layer, those of all tokens.
+  void end_staged(std::int32_t sequence, std::int64_t first, std::int64_t end,
+                  std::span<const std::int64_t> rows) {
+    tables_.evict(sequence, first, end, rows);
+  }
   // Call after a write_by_layers() if some layers did not get their host memory.
   void forget_host_rows() { host_->release_uncommitted(); }
 
-  // Returns true if the sequence kept its rows when the latest write() or write_by_layers() threw;
-  // false if it had a shared page to copy.
+  // Returns true if the sequence kept its rows when the latest of these threw; false if it had a
+  // shared page to copy.
   bool kept_rows() const { return kept_rows_; }
 
   // Commits host memory for `rows` rows more than were ever written, so that a later write() need
@@ -117,7 +130,7 @@ class KvPool {
   PagedRows rows(int layer) const;
   // A row by its number in a region: slot * kPageTokens + offset.
   std::byte* host(int layer, int head, std::int64_t number) const {
-    return host_->row(layer, head, number);
+    return host_->row(plan_.ragged ? 0 : layer, head, number);
   }
   std::byte* on_device(int layer, int head, std::int64_t number) const;
   // Bytes on the device from one KV head of a layer to the next.
@@ -130,8 +143,9 @@ class KvPool {
   std::byte* window(int head) const;
   std::byte* stream(std::size_t buffer, int head) const;
   std::byte* arena() const { return stream_.data(); }
-  // The step's tokens where the backend reads them.
+  // The step's tokens where the backend reads them, and if tables are ragged, as a layer has them.
   BatchToken* tokens() const { return reinterpret_cast<BatchToken*>(tokens_.data()); }
+  BatchToken* tokens(int layer) const { return tokens() + (1 + layer) * plan_.decode_batch; }
 
   SparseAttention* sparse() const { return sparse_.get(); }  // null if all policies are dense
   DiskPages* disk() const { return disk_.get(); }            // null if host memory has every row
@@ -143,17 +157,21 @@ class KvPool {
 
   ListedPages* listed() const { return listed_.get(); }  // null if no prefill lists pages
 
-  // Recorded steps, by number of tokens, policy, capacity of the sequences, evicted tokens or none,
-  // and host attention or none.
-  using StepKind = std::tuple<std::size_t, std::int64_t, std::int64_t, bool, bool>;
+  // Recorded steps, by policy, number of tokens, capacity of the sequences, and host attention or
+  // none.
+  using StepKind = std::tuple<std::size_t, std::int64_t, std::int64_t, bool>;
   std::map<StepKind, std::unique_ptr<Recording>>& recordings() { return recordings_; }
 
  private:
   std::vector<std::int32_t> write(std::int32_t sequence, std::int64_t first, std::int64_t end,
                                   bool by_layers, Ledger& ledger);
+  std::int64_t rows_in_host(std::int32_t sequence, int set, std::int64_t first,
+                            std::int64_t end) const;
   std::int64_t rows_in_host(std::int32_t sequence, std::int64_t first, std::int64_t end) const;
   void make_room_on_host(const BlockTables::Writing& writing, std::int32_t sequence,
                          std::int64_t first, std::int64_t rows, bool by_layers);
+  void forget_cached(std::int32_t sequence, int set, std::int64_t first, std::int64_t end);
+  void copy_shared(const BlockTables::Writing& writing, Ledger& ledger);
   void copy_block(const BlockCopy& copy, Ledger& ledger);
   void copy_above_disk(int layer, const BlockCopy& copy, Ledger& ledger);
   // Writes to disk the pages that lost their place on the device, except block `but`.
@@ -162,26 +180,33 @@ class KvPool {
   bool restore_sums(int layer, std::int32_t sequence, std::int64_t length);
   void subtract_values(int layer, std::int32_t sequence, std::int64_t first, std::int64_t end);
   void publish();
-  // The first entry of a set's page table.
+  // The first entry of a set's page table, and of a table's tiles.
   std::int64_t table_of(int set) const { return set * plan_.sequences * plan_.layout->pages(); }
+  std::int64_t tiles_of(int table) const {
+    return table * plan_.sequences * plan_.layout->sequence_tiles();
+  }
+  // Room in rows of each KV head of a layer on the device; if ragged, of all layers.
+  std::int64_t device_rows(int set) const {
+    return plan_.ragged ? plan_.shape.layers * plan_.device_rows() : plan_.device_rows(set);
+  }
 
   std::shared_ptr<Queue> queue_;
   std::unique_ptr<Queue> transfer_;
   KvPlan plan_;
   std::vector<Policy> policies_;
   std::vector<int> sets_;                // by layer
-  std::vector<std::int64_t> on_device_;  // by layer: rows of the layers before it
+  std::vector<std::int64_t> on_device_;  // by layer: rows of the layers before it; 0 if ragged
   BlockTables tables_;
   std::unique_ptr<HostStore> host_;  // null if rows lie on disk
   std::unique_ptr<DiskPages> disk_;
   std::int64_t host_used_ = 0;  // rows of a region up to the last one written
   bool sends_to_host_ = false;  // transfer_ may still be copying rows to host memory
-  Buffer device_;               // [layers, kv_heads, device_rows() of the layer's set, row_bytes]
+  Buffer device_;               // [layers, kv_heads, device_rows(), row_bytes]; ragged: one layer
   Buffer window_;               // [kv_heads, window_tokens, row_bytes]
   Buffer stream_;               // [2, kv_heads, stream_tokens, row_bytes]
   Buffer pages_;                // PageSlots [sets, sequences, pages of one]
-  Buffer tiles_;                // std::int32_t [sequences, tiles of one]
-  Buffer tokens_;               // BatchToken [decode_batch]
+  Buffer tiles_;                // std::int32_t [tables, sequences, tiles of one]
+  Buffer tokens_;               // BatchToken [1, or 1 + layers if ragged, decode_batch]
   std::unique_ptr<RowCache> cache_;
   std::unique_ptr<DiskRows> disk_rows_;
   std::int32_t kept_sequence_ = -1;  // of keep_sums(); -1: none

@@ -1,6 +1,7 @@
 #include "offload/step/kv_session.h"
 
 #include <algorithm>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -94,7 +95,11 @@ std::int64_t KvSession::prompt_room() const {
 std::int64_t KvSession::decode_room() const {
   if (pool_->sparse() == nullptr) return plan().chunk;
   // Up to the end of the page, because its index serves only later steps.
-  return std::min({plan().chunk, plan().decode_batch, kPageTokens - length_ % kPageTokens});
+  std::int64_t room = std::min(plan().chunk, plan().decode_batch);
+  for (int layer = 0; layer < (plan().ragged ? plan().shape.layers : 1); ++layer) {
+    room = std::min(room, kPageTokens - rows(layer) % kPageTokens);
+  }
+  return room;
 }
 
 auto KvSession::begin_with(Phase phase, std::int64_t tokens, const auto& write) {
@@ -128,6 +133,15 @@ std::int64_t KvSession::begin_by_layers(std::int64_t tokens) {
   });
 }
 
+void KvSession::begin_staged(std::int64_t tokens, std::int64_t least) {
+  require_step(tokens);
+  pool_->require_room(sequence_, length_, length_ + least);
+  pool_->forget_sums(sequence_);
+  step_ = {length_, tokens};
+  in_step_ = true;
+  ledger_.begin_step(Phase::prefill, static_cast<int>(tokens));
+}
+
 // Pages that go to disk are counted when they do.
 void KvSession::record_rows(int layer, std::int64_t near, std::int64_t all) {
   ledger_.record(layer, pool_->tier(), pool_->tier(), Cause::append,
@@ -141,32 +155,52 @@ void KvSession::commit(Written written, StepSelection selection) {
   const bool is_all = plan().in_place || written == Written::all;
   const BlockTables& tables = pool_->tables();
   for (int set = 0; set < plan().sets(); ++set) {
+    const std::int64_t row = tables.rows(sequence_, step_.first, set);
     const std::int64_t near = is_all ? step_.tokens
-                                     : tables.resident_rows(sequence_, step_.end(), set) -
-                                           tables.resident_rows(sequence_, step_.first, set);
+                                     : tables.resident_rows(sequence_, row + step_.tokens, set) -
+                                           tables.resident_rows(sequence_, row, set);
     for (int layer = 0; layer < plan().shape.layers; ++layer) {
       if (pool_->set_of(layer) == set) record_rows(layer, near, step_.tokens);
     }
   }
+  end(std::move(selection));
+}
+
+void KvSession::commit_staged() {
+  check(in_step_, "commit outside a step");
+  for (int layer = 0; layer < plan().shape.layers; ++layer) {
+    const std::int64_t written = has_rows_of(layer) - rows(layer);
+    record_rows(layer, written, written);
+  }
+  pool_->end_staged(sequence_, step_.first, step_.end(), ends_);
+  end({});
+}
+
+void KvSession::end(StepSelection selection) {
   length_ = step_.end();
-  std::fill(ends_.begin(), ends_.end(), length_);
+  set_ends();
   selection_ = std::move(selection);
   in_step_ = false;
+}
+
+void KvSession::set_ends() {
+  for (int layer = 0; layer < plan().shape.layers; ++layer) has_rows_of(layer) = rows(layer);
 }
 
 void KvSession::roll_back() {
   check(in_step_, "roll_back outside a step");
   ledger_.drop_tokens();
-  const auto has_more = [&](std::int64_t end) { return end > length_; };
-  if (std::none_of(ends_.begin(), ends_.end(), has_more)) {
-    pool_->forget_blocks(sequence_, length_);
-  } else {
-    for (int layer = 0; layer < plan().shape.layers; ++layer) {
-      const std::int64_t rows = ends_[static_cast<std::size_t>(layer)] - length_;
-      record_rows(layer, rows, rows);
-    }
+  bool has_more = false;
+  for (int layer = 0; layer < plan().shape.layers; ++layer) {
+    const std::int64_t written = has_rows_of(layer) - rows(layer);
+    has_more = has_more || written > 0;
+    if (written > 0) record_rows(layer, written, written);
+  }
+  if (has_more) {
     pool_->truncate(sequence_, ends_, length_);
-    std::fill(ends_.begin(), ends_.end(), length_);
+    set_ends();
+  } else {
+    pool_->forget_blocks(sequence_, length_);
   }
   in_step_ = false;
 }
@@ -183,15 +217,15 @@ double KvSession::prefill_share() const {
 }
 
 void KvSession::require_nothing_evicted(const std::string& why) const {
-  const ImportantTokens* const tokens = pool_->important();
-  if (tokens == nullptr || !tokens->has_evicted_of(sequence_)) return;
+  if (!pool_->tables().has_evicted(sequence_)) return;
   throw Error(ErrorCode::usage, "a prefill of this session has evicted tokens" + why);
 }
 
-void KvSession::require_all_rows() const {
+// Lists of pages are those of whole blocks of 128 tokens.
+void KvSession::require_listed_pages() const {
   require_nothing_evicted(
-      ", and this would attend to them, too: give it more by decoding, or by another prefill that "
-      "evicts");
+      ", so its pages begin at other tokens in every layer, and prefill=pages cannot list them; "
+      "give it more by another prefill");
 }
 
 void KvSession::require_whole() const {
@@ -221,12 +255,20 @@ void KvSession::truncate(std::int64_t length) {
   require_outside_step();
   check(length >= 0 && length <= length_, "truncate to more than there is");
   if (length == length_) return;
+  if (const std::optional<Eviction> prompt = pool_->tables().evicting_prompt(sequence_, length)) {
+    throw Error(ErrorCode::usage,
+                "tokens " + std::to_string(prompt->first) + " to " + std::to_string(prompt->end) +
+                    " came in a prompt that evicted, so nobody knows what a part of it would have "
+                    "kept: cut the session to " +
+                    std::to_string(prompt->first) + " tokens, or to " +
+                    std::to_string(prompt->end) + " or more, not to " + std::to_string(length));
+  }
   // Stays so if rows on disk cannot be read: their values are not off the sums then.
   in_step_ = true;
   pool_->truncate(sequence_, ends_, length);
   in_step_ = false;
   length_ = length;
-  std::fill(ends_.begin(), ends_.end(), length_);
+  set_ends();
 }
 
 void KvSession::reject(std::int64_t tokens) {

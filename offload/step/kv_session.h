@@ -76,9 +76,8 @@ class KvSession {
   void require_outside_step() const;
   // The same, and throws Error{prompt} if the plan has no room for `tokens` more.
   void require_step(std::int64_t tokens) const;
-  // Throws Error{usage} if rows of some tokens are gone, so that no step may attend to runs of
-  // rows.
-  void require_all_rows() const;
+  // Throws Error{usage} if rows of some tokens are gone, so that pages cannot be listed.
+  void require_listed_pages() const;
   // Makes room for the rows of the next `tokens` tokens; KvPool::write()'s result. Throws what
   // require_step() throws, and Error{memory} with nothing changed, unless the pool lost rows of the
   // session while it made room: then the session cannot go on.
@@ -86,14 +85,21 @@ class KvSession {
   // The same for a prompt whose layers get their host memory one by one;
   // KvPool::write_by_layers()'s result.
   std::int64_t begin_by_layers(std::int64_t tokens);
-  // Notes that a layer has its rows of tokens up to `end`.
-  void appended(int layer, std::int64_t end) { ends_[static_cast<std::size_t>(layer)] = end; }
-  bool has_rows(int layer) const { return ends_[static_cast<std::size_t>(layer)] == step_.end(); }
+  // The same for a prompt whose rows are staged: it takes room layer by layer, for those that stay.
+  void begin_staged(std::int64_t tokens, std::int64_t least);
+  // Notes that a layer has its rows of tokens up to `end`; or, of a staged prompt, so many rows.
+  void appended(int layer, std::int64_t end) { has_rows_of(layer) = rows(layer) + end - length_; }
+  void kept(int layer, std::int64_t rows) { has_rows_of(layer) = rows; }
+  bool has_rows(int layer) const {
+    return ends_[static_cast<std::size_t>(layer)] == rows(layer) + step_.tokens;
+  }
   // Rows of the step that were written where attention reads: all of them, by a TokenRun, or those
   // of resident pages, by a DecodeStep.
   enum class Written { all, resident };
   // Adds the step's tokens to the session and counts their rows.
   void commit(Written written, StepSelection selection);
+  // The same for a prompt whose rows were staged.
+  void commit_staged();
   // Gives up the step; the ledger counts what moved, but no tokens. Wait for work that writes rows.
   void roll_back();
 
@@ -108,9 +114,18 @@ class KvSession {
   // Stays true if a step ended neither by commit() nor by roll_back().
   bool in_step() const { return in_step_; }
   std::int64_t length() const { return length_; }
-  // Blocks of this sequence alone, which would be free if it ended; free blocks of the pool.
-  std::int64_t own_blocks() const { return pool_->tables().own_blocks(sequence_); }
-  std::int64_t free_blocks() const { return pool_->tables().block_slots().free(); }
+  // Tokens of whole blocks: of this sequence alone, which would be free if it ended; and those that
+  // are free in the pool.
+  std::int64_t own_tokens() const {
+    return pool_->tokens_of(pool_->tables().own_blocks(sequence_));
+  }
+  std::int64_t free_tokens() const {
+    return pool_->tokens_of(pool_->tables().block_slots().free());
+  }
+  // Rows per KV head that a layer has of the session's tokens; fewer than tokens after an eviction.
+  std::int64_t rows(int layer) const {
+    return pool_->tables().rows(sequence_, length_, pool_->set_of(layer));
+  }
   const KvPlan& plan() const { return pool_->plan(); }
   const Policy& policy() const { return policy_; }
   const Ledger& ledger() const { return ledger_; }
@@ -137,6 +152,10 @@ class KvSession {
   // Without a sequence yet.
   KvSession(std::shared_ptr<KvPool> pool, NoSequence none);
   void require_nothing_evicted(const std::string& why) const;
+  // Ends a step whose rows are counted.
+  void end(StepSelection selection);
+  void set_ends();
+  std::int64_t& has_rows_of(int layer) { return ends_[static_cast<std::size_t>(layer)]; }
   // Begins a step for whose rows `write` makes room.
   auto begin_with(Phase phase, std::int64_t tokens, const auto& write);
   // Counts a layer's new rows: `near` where attention reads, `all` written to host memory.
@@ -149,7 +168,7 @@ class KvSession {
   std::int64_t length_ = 0;
   StepRange step_;
   bool in_step_ = false;
-  std::vector<std::int64_t> ends_;  // by layer, the end of the tokens that have rows
+  std::vector<std::int64_t> ends_;  // by layer: rows that were written, those of the step included
   std::int64_t expected_ = 0;
   bool lists_pages_ = true;
   std::uint64_t listed_pages_ = 0;  // see prefill_share()

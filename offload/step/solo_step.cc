@@ -20,7 +20,8 @@ KvSession& checked(KvSession& session, Phase phase, std::int64_t tokens) {
                                       " tokens, not " + std::to_string(tokens));
   }
   session.require_step(tokens);
-  if (phase != Phase::decode) session.require_all_rows();
+  const bool lists = phase == Phase::prefill && session.lists_pages();
+  if (lists && session.policy().prefill.pages > 0.0) session.require_listed_pages();
   return session;
 }
 

@@ -26,10 +26,16 @@ void TokenRun::begin(std::int32_t sequence, const StepRange& range,
                      const std::vector<std::int32_t>& begun) {
   sequence_ = sequence;
   range_ = range;
-  host_ = host_runs(pool_->tables(), sequence, range.first, range.end());
   begun_ = begun;
   places_.assign(static_cast<std::size_t>(pool_->plan().sets()), std::nullopt);
   written_.assign(static_cast<std::size_t>(pool_->plan().shape.layers), 0);
+}
+
+void TokenRun::begin_rows(std::int32_t sequence, int layer, const StepRange& rows,
+                          const std::vector<std::int32_t>& begun) {
+  begin(sequence, rows, begun);
+  const int set = pool_->set_of(layer);
+  places_[static_cast<std::size_t>(set)] = place(set, rows);
 }
 
 // Places are computed per set on first use: a sparse prefill begins a run for every layer and needs
@@ -37,12 +43,16 @@ void TokenRun::begin(std::int32_t sequence, const StepRange& range,
 const TokenRun::Places& TokenRun::of(int layer) {
   const int set = pool_->set_of(layer);
   std::optional<Places>& places = places_[static_cast<std::size_t>(set)];
-  if (!places) places = place(set);
+  if (!places) {
+    places = place(set, {pool_->tables().rows(sequence_, range_.first, set), range_.tokens});
+  }
   return *places;
 }
 
-TokenRun::Places TokenRun::place(int set) const {
+TokenRun::Places TokenRun::place(int set, const StepRange& rows) const {
   Places places;
+  places.range = rows;
+  places.host = host_runs(pool_->tables(), sequence_, rows.first, rows.end(), set);
   if (!begun_.empty()) places.begun = begun_[static_cast<std::size_t>(set)];
   place_new_rows(set, places);
   for (const RowRun& run :
@@ -56,19 +66,20 @@ TokenRun::Places TokenRun::place(int set) const {
 // New rows are written to their final place if all their pages are resident there; else they are
 // attended in the window.
 void TokenRun::place_new_rows(int set, Places& places) const {
-  const std::int64_t page_first = range_.first / kPageTokens * kPageTokens;
-  places.own = nearest_runs(pool_->tables(), sequence_, page_first, range_.end(), set);
+  const StepRange& range = places.range;
+  const std::int64_t page_first = range.first / kPageTokens * kPageTokens;
+  places.own = nearest_runs(pool_->tables(), sequence_, page_first, range.end(), set);
   const bool direct = pool_->plan().in_place ||
                       std::all_of(places.own.begin(), places.own.end(),
                                   [](const RowRun& run) { return run.place == RowPlace::device; });
   if (direct) return;
   // An index needs whole pages, and with one the window has room for the page's earlier rows.
   // Without an index those are attended where they lie.
-  if (pool_->plan().tails) places.front = range_.first - page_first;
+  if (pool_->plan().tails) places.front = range.first - page_first;
   places.fetches_front = places.front > 0 && places.begun == PageSlots::kNone;
-  const std::int64_t first = range_.first - places.front;
-  check(range_.end() - first <= pool_->plan().window_tokens, "more rows than the window holds");
-  places.own = {{RowPlace::window, first, range_.end() - first, 0}};
+  const std::int64_t first = range.first - places.front;
+  check(range.end() - first <= pool_->plan().window_tokens, "more rows than the window holds");
+  places.own = {{RowPlace::window, first, range.end() - first, 0}};
 }
 
 // Copies the first page's earlier rows in front of the new ones.
@@ -77,8 +88,9 @@ void TokenRun::copy_front(int layer) {
   const std::int64_t front = places.front;
   if (front == 0) return;
   const KvShape& shape = pool_->plan().shape;
+  const std::int64_t first = places.range.first;
   const RowRun host =
-      host_runs(pool_->tables(), sequence_, range_.first - front, range_.first).front();
+      host_runs(pool_->tables(), sequence_, first - front, first, pool_->set_of(layer)).front();
   const RowRun from = places.fetches_front ? host
                                            : RowRun{RowPlace::device, host.first, front,
                                                     places.begun * std::int64_t{kPageTokens}};
@@ -94,13 +106,14 @@ void TokenRun::append(int layer, const NewRows& rows, bool indexed) {
   pool_->settle();
   copy_front(layer);
   const std::vector<RowRun>& own = of(layer).own;
+  const StepRange& range = of(layer).range;
   for (const RowRun& run : own) {
     if (pool_->disk() != nullptr) {
-      append_piece(layer, rows, run.part(std::max(run.first, range_.first), run.end()), {});
+      append_piece(layer, rows, run.part(std::max(run.first, range.first), run.end()), {});
       continue;
     }
-    for (const RowRun& host : host_) {
-      const std::int64_t first = std::max({run.first, host.first, range_.first});
+    for (const RowRun& host : of(layer).host) {
+      const std::int64_t first = std::max({run.first, host.first, range.first});
       const std::int64_t end = std::min(run.end(), host.end());
       if (first < end) append_piece(layer, rows, run.part(first, end), host.part(first, end));
     }
@@ -110,7 +123,7 @@ void TokenRun::append(int layer, const NewRows& rows, bool indexed) {
   if (pool_->disk() != nullptr) write_pages(layer);
   if (!indexed) return;
   for (const RowRun& run : own) {
-    const std::int64_t first = std::max(run.first, range_.first);
+    const std::int64_t first = std::max(run.first, range.first);
     if (first >= run.end()) continue;
     pool_->sparse()->index().add_values(layer, sequence_,
                                         pool_->spans(layer, run.part(first, run.end())), false);
@@ -118,10 +131,10 @@ void TokenRun::append(int layer, const NewRows& rows, bool indexed) {
 }
 
 // Copies rows that are ready to `heads`, the places of the run `to`.
-void TokenRun::copy_ready(std::span<const RowSpan> ready, const RowRun& to,
+void TokenRun::copy_ready(int layer, std::span<const RowSpan> ready, const RowRun& to,
                           std::span<std::byte* const> heads) {
   const std::size_t row_bytes = pool_->plan().shape.row_bytes();
-  const std::size_t offset = static_cast<std::size_t>(to.first - range_.first) * row_bytes;
+  const std::size_t offset = static_cast<std::size_t>(to.first - of(layer).range.first) * row_bytes;
   std::vector<CopyOp> ops;
   for (std::size_t head = 0; head < heads.size(); ++head) {
     ops.push_back(
@@ -148,11 +161,11 @@ void TokenRun::append_piece(int layer, const NewRows& rows, const RowRun& to, co
     }
   }
   if (rows.ready.empty()) {
-    const std::int64_t offset = (to.first - range_.first) * rows.stride;
+    const std::int64_t offset = (to.first - of(layer).range.first) * rows.stride;
     pool_->queue().run(AppendParams{rows.k + offset, rows.v + offset, to.count, rows.stride, shape,
                                     heads, host_heads});
   } else {
-    copy_ready(rows.ready, to, heads);
+    copy_ready(layer, rows.ready, to, heads);
   }
   if (!ops.empty()) pool_->send_to_host(ops);
 }
@@ -197,7 +210,7 @@ void TokenRun::write_pages(int layer) {
 void TokenRun::build_index(int layer, bool indexed) {
   ListedPages* const listed = pool_->listed();
   if (!indexed && listed == nullptr) return;
-  const std::int64_t whole = range_.end() / kPageTokens * kPageTokens;
+  const std::int64_t whole = of(layer).range.end() / kPageTokens * kPageTokens;
   for (const RowRun& run : of(layer).own) {
     const std::int64_t end = std::min(run.end(), whole);
     if (run.first >= end) continue;
@@ -257,11 +270,12 @@ void TokenRun::record_appended(int layer, Ledger& ledger) {
 }
 
 void TokenRun::attend(int layer, const Queries& queries, double share) {
-  AttendParams params = attend_params(pool_->plan().shape, range_, queries);
+  const StepRange& range = of(layer).range;
+  AttendParams params = attend_params(pool_->plan().shape, range, queries);
   params.window = pool_->plan().window(layer);
   const std::int64_t first = first_row(layer);
   if (share < 1.0) {
-    params.listed = pool_->listed()->choose(layer, sequence_, range_, queries, share);
+    params.listed = pool_->listed()->choose(layer, sequence_, range, queries, share);
   }
   for (const RowRun& run : of(layer).own) attend_run(layer, params, rows_from(run, first));
   for (const RowRun& run : of(layer).resident) attend_run(layer, params, rows_from(run, first));

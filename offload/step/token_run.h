@@ -22,6 +22,11 @@ class TokenRun {
   // together with others.
   void begin(std::int32_t sequence, const StepRange& range, const std::vector<std::int32_t>& begun);
 
+  // The same for one layer of a pool with ragged tables, by rows; KvPool::write_rows() made room
+  // for them. Only append() may follow.
+  void begin_rows(std::int32_t sequence, int layer, const StepRange& rows,
+                  const std::vector<std::int32_t>& begun);
+
   // Writes rows to all their places; with `indexed`, adds them to the index and the sums as well.
   // Copies to host memory may be under way until attend() or KvPool::settle().
   void append(int layer, const NewRows& rows, bool indexed);
@@ -31,7 +36,6 @@ class TokenRun {
   // share of the weight. The latest append() was this layer's.
   void attend(int layer, const Queries& queries, double share = 1.0);
 
-  const StepRange& range() const { return range_; }
   std::int32_t sequence() const { return sequence_; }
   // Rows per KV head of a layer that attend() finds in place, and those that it fetches.
   std::int64_t hits(int layer);
@@ -42,6 +46,8 @@ class TokenRun {
  private:
   // The places of rows in the layers of a set.
   struct Places {
+    StepRange range;             // the new rows
+    std::vector<RowRun> host;    // the new rows in host memory
     std::int64_t front = 0;      // rows that the window takes before the new ones
     bool fetches_front = false;  // from host memory
     std::int32_t begun = PageSlots::kNone;
@@ -52,13 +58,13 @@ class TokenRun {
 
   const Places& of(int layer);
   // The first row of a layer that a token of the range sees.
-  std::int64_t first_row(int layer) const {
-    return first_in(pool_->plan().window(layer), range_.first);
+  std::int64_t first_row(int layer) {
+    return first_in(pool_->plan().window(layer), of(layer).range.first);
   }
-  Places place(int set) const;
+  Places place(int set, const StepRange& rows) const;
   void place_new_rows(int set, Places& places) const;
   void append_piece(int layer, const NewRows& rows, const RowRun& to, const RowRun& host);
-  void copy_ready(std::span<const RowSpan> ready, const RowRun& to,
+  void copy_ready(int layer, std::span<const RowSpan> ready, const RowRun& to,
                   std::span<std::byte* const> heads);
   void build_index(int layer, bool indexed);
   void copy_front(int layer);
@@ -69,8 +75,7 @@ class TokenRun {
 
   KvPool* pool_;
   std::int32_t sequence_ = 0;
-  StepRange range_;
-  std::vector<RowRun> host_;           // the new rows in host memory
+  StepRange range_;                    // tokens
   std::vector<std::int32_t> begun_;    // by set of layers, or empty
   std::vector<std::int64_t> written_;  // by layer: rows per KV head that append() wrote to disk
   std::vector<std::optional<Places>> places_;  // by set of layers; set by the first of its layers

@@ -18,8 +18,9 @@ std::int64_t tiles_of(std::int64_t pages) { return (pages + kTilePages - 1) / kT
 
 std::vector<DeviceBlocks> device_blocks(const BlockLimits& limits) {
   std::vector<DeviceBlocks> sets;
+  const std::int64_t pinned = limits.pins_newest ? limits.sequences * limits.tables() : 0;
   for (const std::int64_t resident : limits.resident_blocks) {
-    sets.emplace_back(limits.blocks, resident, limits.pins_newest ? limits.sequences : 0);
+    sets.emplace_back(limits.blocks, resident, pinned);
   }
   return sets;
 }
@@ -30,8 +31,11 @@ BlockTables::BlockTables(const BlockLimits& limits)
     : limits_(limits),
       blocks_(limits.blocks),
       device_(device_blocks(limits)),
-      tiles_(limits.tiles),
-      sequences_(static_cast<std::size_t>(limits.sequences)) {}
+      tiles_(static_cast<std::size_t>(limits.tables()), SlotPool(limits.tiles)),
+      sequences_(static_cast<std::size_t>(limits.sequences)) {
+  check(limits.ragged_sets == 0 || limits.resident_blocks.size() == 1,
+        "ragged tables share one pool of device slots");
+}
 
 const BlockTables::Sequence& BlockTables::at(std::int32_t sequence) const {
   check(is_open(sequence), "a sequence that there is not");
@@ -62,20 +66,25 @@ std::int32_t BlockTables::open() {
   }
   *found = Sequence();
   found->is_open = true;
+  found->tables.resize(static_cast<std::size_t>(limits_.tables()));
   return static_cast<std::int32_t>(found - sequences_.begin());
 }
 
 std::int32_t BlockTables::fork(std::int32_t sequence) {
   const std::int32_t child = open();
-  const Sequence& from = at(sequence);
-  Sequence& to = at(child);
-  to = from;
-  for (const std::int32_t block : to.blocks) blocks_.share(block);
-  for (const std::int32_t tile : to.tiles) tiles_.share(tile);
-  if (to.pinned >= 0) pin(child, to.pinned);
-  for (std::int64_t page = 0; page < pages(child); ++page) changed(child, page);
-  for (std::size_t tile = 0; tile < to.tiles.size(); ++tile) {
-    changes_.push_back({child, static_cast<std::int64_t>(tile), true});
+  at(child) = at(sequence);
+  for (int table = 0; table < limits_.tables(); ++table) {
+    const Place place = {child, table};
+    const Table& to = at(place);
+    for (const std::int32_t block : to.blocks) blocks_.share(block);
+    for (const std::int32_t tile : to.tiles) tiles_[static_cast<std::size_t>(table)].share(tile);
+    if (to.pinned >= 0) pin(place, to.pinned);
+    for (std::size_t page = 0; page < to.blocks.size(); ++page) {
+      changed(place, static_cast<std::int64_t>(page));
+    }
+    for (std::size_t tile = 0; tile < to.tiles.size(); ++tile) {
+      changes_.push_back({child, table, static_cast<std::int64_t>(tile), true});
+    }
   }
   return child;
 }
@@ -86,113 +95,194 @@ void BlockTables::close(std::int32_t sequence) noexcept {
 }
 
 void BlockTables::truncate(std::int32_t sequence, std::int64_t length) {
-  Sequence& s = at(sequence);
-  const auto pages = static_cast<std::size_t>(pages_of(length));
-  const auto tiles = static_cast<std::size_t>(tiles_of(length / kPageTokens));
-  if (s.pinned >= static_cast<std::int64_t>(pages)) unpin(sequence);
-  for (; s.blocks.size() > pages; s.blocks.pop_back()) drop_block(s.blocks.back());
-  for (; s.tiles.size() > tiles; s.tiles.pop_back()) tiles_.release(s.tiles.back());
+  check(!evicting_prompt(sequence, length), "a cut within a prompt that evicted");
+  std::vector<Eviction>& evictions = at(sequence).evictions;
+  while (!evictions.empty() && evictions.back().end > length) evictions.pop_back();
+  for (int table = 0; table < limits_.tables(); ++table) {
+    truncate({sequence, table}, rows(sequence, length, table));
+  }
+}
+
+void BlockTables::truncate(const Place& place, std::int64_t rows) {
+  Table& t = at(place);
+  SlotPool& slots = tiles_[static_cast<std::size_t>(place.table)];
+  const auto pages = static_cast<std::size_t>(pages_of(rows));
+  const auto tiles = static_cast<std::size_t>(tiles_of(rows / kPageTokens));
+  if (t.pinned >= static_cast<std::int64_t>(pages)) unpin(place);
+  for (; t.blocks.size() > pages; t.blocks.pop_back()) drop_block(t.blocks.back());
+  for (; t.tiles.size() > tiles; t.tiles.pop_back()) slots.release(t.tiles.back());
+}
+
+std::int64_t BlockTables::rows(std::int32_t sequence, std::int64_t tokens, int set) const {
+  const std::vector<Eviction>& evictions = at(sequence).evictions;
+  const auto before = std::find_if(evictions.rbegin(), evictions.rend(),
+                                   [&](const Eviction& prompt) { return prompt.end <= tokens; });
+  if (before == evictions.rend()) return tokens;
+  return tokens - before->missing[static_cast<std::size_t>(set)];
+}
+
+std::optional<Eviction> BlockTables::evicting_prompt(std::int32_t sequence,
+                                                     std::int64_t length) const {
+  for (const Eviction& prompt : at(sequence).evictions) {
+    if (prompt.first < length && length < prompt.end) return prompt;
+  }
+  return std::nullopt;
+}
+
+void BlockTables::evict(std::int32_t sequence, std::int64_t first, std::int64_t end,
+                        std::span<const std::int64_t> rows) {
+  Eviction prompt = {first, end, {}};
+  bool lost = false;
+  for (std::size_t set = 0; set < rows.size(); ++set) {
+    lost = lost || rows[set] < this->rows(sequence, first, static_cast<int>(set)) + end - first;
+    prompt.missing.push_back(end - rows[set]);
+  }
+  if (lost) at(sequence).evictions.push_back(std::move(prompt));
 }
 
 BlockTables::Writing BlockTables::write(std::int32_t sequence, std::int64_t first,
                                         std::int64_t end) {
-  Sequence& s = at(sequence);
   check(first < end && pages_of(end) <= limits_.sequence_pages, "tokens beyond what was planned");
-  check(pages_of(first) == pages(sequence), "tokens that do not follow those that there are");
   require_room(sequence, first, end);
   Writing writing;
-  writing.begun.assign(device_.size(), PageSlots::kNone);
-  if (first % kPageTokens != 0) {
-    begin_page(sequence, first / kPageTokens, first % kPageTokens, writing);
+  writing.begun.assign(static_cast<std::size_t>(limits_.sets()), PageSlots::kNone);
+  for (int table = 0; table < limits_.tables(); ++table) {
+    const std::int64_t row = rows(sequence, first, table);
+    write({sequence, table}, row, row + end - first, writing);
   }
-  const std::int64_t last = pages_of(end) - 1;
-  if (limits_.pins_newest && s.pinned >= 0 && s.pinned != last) unpin(sequence);
-  while (pages(sequence) <= last) {
-    add_block(sequence, s.blocks.empty() ? blocks_.run_of(last + 1) - 1 : s.blocks.back());
-  }
-  if (limits_.pins_newest && s.pinned < 0) pin(sequence, last);
-  own_tiles(sequence, first, end, writing);
   return writing;
 }
 
-std::int64_t BlockTables::own_blocks(std::int32_t sequence) const {
-  const std::vector<std::int32_t>& blocks = at(sequence).blocks;
-  return std::count_if(blocks.begin(), blocks.end(),
-                       [&](std::int32_t block) { return !blocks_.is_shared(block); });
+BlockTables::Writing BlockTables::write_rows(std::int32_t sequence, int set, std::int64_t first,
+                                             std::int64_t end) {
+  check(limits_.ragged_sets > 0, "rows of one set, where sets share their table");
+  check(first < end && pages_of(end) <= limits_.sequence_pages, "rows beyond what was planned");
+  const Place place = {sequence, set};
+  require_blocks(blocks_for_write(place, first, end));
+  require_tiles(place, first, end);
+  Writing writing;
+  writing.begun.assign(static_cast<std::size_t>(limits_.sets()), PageSlots::kNone);
+  write(place, first, end, writing);
+  return writing;
 }
 
-std::int64_t BlockTables::blocks_for_write(std::int32_t sequence, std::int64_t first,
+void BlockTables::write(const Place& place, std::int64_t first, std::int64_t end,
+                        Writing& writing) {
+  Table& t = at(place);
+  const auto pages = [&] { return static_cast<std::int64_t>(t.blocks.size()); };
+  check(pages_of(first) == pages(), "rows that do not follow those that there are");
+  if (first % kPageTokens != 0) {
+    begin_page(place, first / kPageTokens, first % kPageTokens, writing);
+  }
+  const std::int64_t last = pages_of(end) - 1;
+  if (limits_.pins_newest && t.pinned >= 0 && t.pinned != last) unpin(place);
+  while (pages() <= last) {
+    add_block(place, t.blocks.empty() ? blocks_.run_of(last + 1) - 1 : t.blocks.back());
+  }
+  if (limits_.pins_newest && t.pinned < 0) pin(place, last);
+  own_tiles(place, first, end, writing);
+}
+
+std::int64_t BlockTables::own_blocks(std::int32_t sequence) const {
+  std::int64_t own = 0;
+  for (const Table& table : at(sequence).tables) {
+    own += std::count_if(table.blocks.begin(), table.blocks.end(),
+                         [&](std::int32_t block) { return !blocks_.is_shared(block); });
+  }
+  return own;
+}
+
+std::int64_t BlockTables::blocks_for_write(const Place& place, std::int64_t first,
                                            std::int64_t end) const {
-  const Sequence& s = at(sequence);
+  const Table& t = at(place);
   const auto page = static_cast<std::size_t>(first / kPageTokens);
-  const bool copies = first % kPageTokens != 0 && blocks_.is_shared(s.blocks[page]);
-  return pages_of(end) - static_cast<std::int64_t>(s.blocks.size()) + (copies ? 1 : 0);
+  const bool copies = first % kPageTokens != 0 && blocks_.is_shared(t.blocks[page]);
+  return pages_of(end) - static_cast<std::int64_t>(t.blocks.size()) + (copies ? 1 : 0);
 }
 
 void BlockTables::require_blocks(std::span<const BatchToken> tokens) const {
   std::int64_t blocks = 0;
   std::map<std::int32_t, std::int32_t> writers;  // of a block
   for (const BatchToken& token : tokens) {
-    blocks += blocks_for_write(token.sequence, token.position, token.position + 1);
-    if (token.position % kPageTokens == 0) continue;
-    const auto page = static_cast<std::size_t>(token.position / kPageTokens);
-    const std::int32_t block = at(token.sequence).blocks[page];
-    // If all sharers of a block write to it, the last one keeps it and needs no copy.
-    if (blocks_.is_shared(block) && ++writers[block] == blocks_.references(block)) --blocks;
+    for (int table = 0; table < limits_.tables(); ++table) {
+      const Place place = {token.sequence, table};
+      const std::int64_t row = rows_at(place, token.position);
+      blocks += blocks_for_write(place, row, row + 1);
+      if (row % kPageTokens == 0) continue;
+      const std::int32_t block = at(place).blocks[static_cast<std::size_t>(row / kPageTokens)];
+      // If all sharers of a block write to it, the last one keeps it and needs no copy.
+      if (blocks_.is_shared(block) && ++writers[block] == blocks_.references(block)) --blocks;
+    }
   }
   require_blocks(blocks);
 }
 
 void BlockTables::require_blocks(std::int64_t blocks) const {
   if (blocks <= blocks_.free()) return;
-  throw Error(ErrorCode::memory,
-              "of " + std::to_string(limits_.blocks) + " blocks of " + std::to_string(kPageTokens) +
-                  " tokens that were planned for all sequences " + std::to_string(blocks_.free()) +
-                  " are free, and " + std::to_string(blocks) +
-                  " are needed; end a sequence or plan for more tokens");
+  const std::string what = " blocks of " + std::to_string(kPageTokens) +
+                           (limits_.ragged_sets > 0 ? " tokens of one layer" : " tokens");
+  throw Error(ErrorCode::memory, "of " + std::to_string(limits_.blocks) + what +
+                                     " that were planned for all sequences " +
+                                     std::to_string(blocks_.free()) + " are free, and " +
+                                     std::to_string(blocks) +
+                                     " are needed; end a sequence or plan for more tokens");
 }
 
 void BlockTables::require_room(std::int32_t sequence, std::int64_t first, std::int64_t end) const {
-  require_blocks(blocks_for_write(sequence, first, end));
+  std::int64_t blocks = 0;
+  for (int table = 0; table < limits_.tables(); ++table) {
+    const Place place = {sequence, table};
+    const std::int64_t row = rows_at(place, first);
+    blocks += blocks_for_write(place, row, row + end - first);
+    require_tiles(place, row, row + end - first);
+  }
+  require_blocks(blocks);
+}
+
+void BlockTables::require_tiles(const Place& place, std::int64_t first, std::int64_t end) const {
   const std::int64_t page = first / kPageTokens;
   if (limits_.tiles == 0 || end / kPageTokens == page) return;
-  const Sequence& s = at(sequence);
-  std::int64_t tiles = tiles_of(end / kPageTokens) - static_cast<std::int64_t>(s.tiles.size());
-  if (page % kTilePages != 0 && tiles_.is_shared(s.tiles.back())) ++tiles;
-  if (tiles <= tiles_.free()) return;
+  const Table& t = at(place);
+  const SlotPool& slots = tile_slots(place.table);
+  std::int64_t tiles = tiles_of(end / kPageTokens) - static_cast<std::int64_t>(t.tiles.size());
+  if (page % kTilePages != 0 && slots.is_shared(t.tiles.back())) ++tiles;
+  if (tiles <= slots.free()) return;
   throw Error(ErrorCode::memory, "the key index has room for " + std::to_string(limits_.tiles) +
                                      " tiles of all sequences, of which " +
-                                     std::to_string(tiles_.free()) +
+                                     std::to_string(slots.free()) +
                                      " are free; end a sequence or plan for more tokens");
 }
 
 // Makes the page in which writing continues at row `rows` private to the sequence, and resident if
 // the newest page is pinned.
-void BlockTables::begin_page(std::int32_t sequence, std::int64_t page, std::int64_t rows,
+void BlockTables::begin_page(const Place& place, std::int64_t page, std::int64_t rows,
                              Writing& writing) {
-  Sequence& s = at(sequence);
-  std::int32_t& block = s.blocks[static_cast<std::size_t>(page)];
-  std::vector<PageSlots> before;
-  for (int set = 0; set < limits_.sets(); ++set) before.push_back(this->page(sequence, page, set));
+  Table& t = at(place);
+  std::int32_t& block = t.blocks[static_cast<std::size_t>(page)];
+  const int first_set = this->first_set(place.table);
+  std::vector<PageSlots> before;  // in the table's sets
+  for (int set = first_set; set < end_set(place.table); ++set) {
+    before.push_back(this->page(place.sequence, page, set));
+  }
   if (blocks_.is_shared(block)) {
     // Taken before the old block is released, which keeps its device slot if others have it pinned.
     const std::optional<std::int32_t> own = blocks_.take(block);
     const std::int32_t old = block;
-    if (s.pinned == page) unpin(sequence);
+    if (t.pinned == page) unpin(place);
     blocks_.release(old);
     block = *own;
-    changed(sequence, page);
-    if (limits_.pins_newest) pin(sequence, page);
-    for (std::size_t set = 0; set < device_.size() && !limits_.pins_newest; ++set) {
-      device_[set].add(block, before[set].device);
+    changed(place, page);
+    if (limits_.pins_newest) pin(place, page);
+    for (std::size_t i = 0; i < device_.size() && !limits_.pins_newest; ++i) {
+      device_[i].add(block, before[i].device);
     }
-  } else if (limits_.pins_newest && s.pinned != page) {
-    if (s.pinned >= 0) unpin(sequence);
-    pin(sequence, page);
+  } else if (limits_.pins_newest && t.pinned != page) {
+    if (t.pinned >= 0) unpin(place);
+    pin(place, page);
   }
-  for (int set = 0; set < limits_.sets(); ++set) {
-    const PageSlots& from = before[static_cast<std::size_t>(set)];
-    PageSlots to = this->page(sequence, page, set);
+  for (int set = first_set; set < end_set(place.table); ++set) {
+    const PageSlots& from = before[static_cast<std::size_t>(set - first_set)];
+    PageSlots to = this->page(place.sequence, page, set);
     writing.begun[static_cast<std::size_t>(set)] = to.device;
     if (to.host == from.host && to.device == from.device) continue;
     // A block that keeps its host slot is copied from there.
@@ -202,52 +292,53 @@ void BlockTables::begin_page(std::int32_t sequence, std::int64_t page, std::int6
 }
 
 // Gives the sequence private tiles for the pages that become whole.
-void BlockTables::own_tiles(std::int32_t sequence, std::int64_t first, std::int64_t end,
+void BlockTables::own_tiles(const Place& place, std::int64_t first, std::int64_t end,
                             Writing& writing) {
   if (limits_.tiles == 0) return;
-  Sequence& s = at(sequence);
+  Table& t = at(place);
+  SlotPool& slots = tiles_[static_cast<std::size_t>(place.table)];
   for (std::int64_t page = first / kPageTokens; page < end / kPageTokens; ++page) {
     const auto number = static_cast<std::size_t>(page / kTilePages);
-    if (number < s.tiles.size() && !tiles_.is_shared(s.tiles[number])) continue;
-    const std::optional<std::int32_t> own = tiles_.take(s.tiles.empty() ? -1 : s.tiles.back());
+    if (number < t.tiles.size() && !slots.is_shared(t.tiles[number])) continue;
+    const std::optional<std::int32_t> own = slots.take(t.tiles.empty() ? -1 : t.tiles.back());
     check(own.has_value(), "no tile where there must be one");
-    if (number < s.tiles.size()) {
-      writing.tiles.push_back({s.tiles[number], *own});
-      tiles_.release(s.tiles[number]);
-      s.tiles[number] = *own;
+    if (number < t.tiles.size()) {
+      writing.tiles.push_back({place.table, t.tiles[number], *own});
+      slots.release(t.tiles[number]);
+      t.tiles[number] = *own;
     } else {
-      s.tiles.push_back(*own);
+      t.tiles.push_back(*own);
     }
-    changes_.push_back({sequence, static_cast<std::int64_t>(number), true});
+    changes_.push_back({place.sequence, place.table, static_cast<std::int64_t>(number), true});
   }
 }
 
-void BlockTables::add_block(std::int32_t sequence, std::int32_t after) {
-  Sequence& s = at(sequence);
+void BlockTables::add_block(const Place& place, std::int32_t after) {
+  Table& t = at(place);
   const std::optional<std::int32_t> block = blocks_.take(after);
   check(block.has_value(), "no block where there must be one");
-  for (DeviceBlocks& set : device_) set.add(*block, s.blocks.empty() ? -1 : set.slot(after));
-  s.blocks.push_back(*block);
-  changed(sequence, pages(sequence) - 1);
+  for (DeviceBlocks& set : device_) set.add(*block, t.blocks.empty() ? -1 : set.slot(after));
+  t.blocks.push_back(*block);
+  changed(place, static_cast<std::int64_t>(t.blocks.size()) - 1);
 }
 
-void BlockTables::pin(std::int32_t sequence, std::int64_t page) {
-  Sequence& s = at(sequence);
-  const std::int32_t block = s.blocks[static_cast<std::size_t>(page)];
-  const std::int32_t before = page > 0 ? s.blocks[static_cast<std::size_t>(page) - 1] : -1;
-  s.pinned = page;
+void BlockTables::pin(const Place& place, std::int64_t page) {
+  Table& t = at(place);
+  const std::int32_t block = t.blocks[static_cast<std::size_t>(page)];
+  const std::int32_t before = page > 0 ? t.blocks[static_cast<std::size_t>(page) - 1] : -1;
+  t.pinned = page;
   bool moved = false;
   for (DeviceBlocks& set : device_) {
     moved = set.pin(block, before < 0 ? -1 : set.slot(before)) || moved;
   }
-  if (moved) changed_for_all(block, page);
+  if (moved) changed_for_all(block, place.table, page);
 }
 
-void BlockTables::unpin(std::int32_t sequence) {
-  Sequence& s = at(sequence);
-  const std::int64_t page = std::exchange(s.pinned, -1);
+void BlockTables::unpin(const Place& place) {
+  Table& t = at(place);
+  const std::int64_t page = std::exchange(t.pinned, -1);
   if (page < 0) return;
-  const std::int32_t block = s.blocks[static_cast<std::size_t>(page)];
+  const std::int32_t block = t.blocks[static_cast<std::size_t>(page)];
   bool moved = false;
   for (std::size_t set = 0; set < device_.size(); ++set) {
     const std::int32_t slot = device_[set].slot(block);
@@ -255,7 +346,7 @@ void BlockTables::unpin(std::int32_t sequence) {
     moved = true;
     if (limits_.reports_lost_slots) lost_.push_back({static_cast<int>(set), block, slot});
   }
-  if (moved) changed_for_all(block, page);
+  if (moved) changed_for_all(block, place.table, page);
 }
 
 void BlockTables::drop_block(std::int32_t block) {
@@ -263,30 +354,31 @@ void BlockTables::drop_block(std::int32_t block) {
   for (DeviceBlocks& set : device_) set.drop(block);
 }
 
-void BlockTables::changed_for_all(std::int32_t block, std::int64_t page) {
+void BlockTables::changed_for_all(std::int32_t block, int table, std::int64_t page) {
   for (std::int32_t i = 0; i < limits_.sequences; ++i) {
-    const Sequence& s = sequences_[static_cast<std::size_t>(i)];
+    if (!is_open(i)) continue;
+    const std::vector<std::int32_t>& blocks = at(Place{i, table}).blocks;
     const auto number = static_cast<std::size_t>(page);
-    if (s.is_open && number < s.blocks.size() && s.blocks[number] == block) changed(i, page);
+    if (number < blocks.size() && blocks[number] == block) changed({i, table}, page);
   }
 }
 
 PageSlots BlockTables::page(std::int32_t sequence, std::int64_t number, int set) const {
-  const std::int32_t block = at(sequence).blocks[static_cast<std::size_t>(number)];
-  return {device_[static_cast<std::size_t>(set)].slot(block), block};
+  const std::int32_t block = table(sequence, set).blocks[static_cast<std::size_t>(number)];
+  return {device_of(set).slot(block), block};
 }
 
-std::int32_t BlockTables::tile(std::int32_t sequence, std::int64_t number) const {
-  return at(sequence).tiles[static_cast<std::size_t>(number)];
+std::int32_t BlockTables::tile(std::int32_t sequence, std::int64_t number, int set) const {
+  return table(sequence, set).tiles[static_cast<std::size_t>(number)];
 }
 
-std::int64_t BlockTables::resident_rows(std::int32_t sequence, std::int64_t tokens, int set) const {
-  std::int64_t rows = 0;
-  for (std::int64_t page = 0; page < pages_of(tokens); ++page) {
+std::int64_t BlockTables::resident_rows(std::int32_t sequence, std::int64_t rows, int set) const {
+  std::int64_t resident = 0;
+  for (std::int64_t page = 0; page < pages_of(rows); ++page) {
     if (this->page(sequence, page, set).device == PageSlots::kNone) continue;
-    rows += std::min<std::int64_t>(kPageTokens, tokens - page * kPageTokens);
+    resident += std::min<std::int64_t>(kPageTokens, rows - page * kPageTokens);
   }
-  return rows;
+  return resident;
 }
 
 std::vector<LostSlot> BlockTables::take_lost_slots() {

@@ -6,9 +6,16 @@
 // for that; besides, the first `resident_blocks` blocks stay there. Layers form one or more sets. A
 // block has its own device slot, or none, in each set, because sets that gain more by it have more
 // blocks on the device.
+//
+// Ragged tables: prompts that evict leave every layer rows of other tokens, and as many as it
+// needs. Each layer is then a set with a table of its own, which counts rows, not tokens: those
+// that are left follow each other without gaps. A block is one page of every KV head of one layer,
+// and all tables take their blocks and device slots from the same pools.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -22,18 +29,24 @@ struct BlockLimits {
   std::int64_t sequences = 1;       // at a time
   std::int64_t sequence_pages = 0;  // of one sequence
   std::int64_t blocks = 0;          // of all sequences
-  std::int64_t tiles = 0;           // of all sequences; 0: no key index
+  std::int64_t tiles = 0;           // of all sequences, in each table; 0: no key index
   // By set of layers: blocks on the device besides the pinned ones.
   std::vector<std::int64_t> resident_blocks = {0};
   bool pins_newest = false;
   // Host memory has no copy of a block's rows, so slots that blocks lose are reported.
   bool reports_lost_slots = false;
+  // Ragged: the number of sets, each with a table; `resident_blocks` has one entry then, for all of
+  // them. 0: a sequence has one table.
+  int ragged_sets = 0;
 
-  int sets() const { return static_cast<int>(resident_blocks.size()); }
+  int sets() const {
+    return ragged_sets > 0 ? ragged_sets : static_cast<int>(resident_blocks.size());
+  }
+  int tables() const { return std::max(ragged_sets, 1); }
 };
 
 // Copies that must precede a sequence's write: between slots in every (layer, KV head) of a set, or
-// in every layer's index.
+// in the index of every layer of a table.
 struct BlockCopy {
   int set = 0;
   PageSlots from;
@@ -41,6 +54,7 @@ struct BlockCopy {
   std::int64_t rows = 0;  // the first of the page
 };
 struct TileCopy {
+  int table = 0;
   std::int32_t from = 0;
   std::int32_t to = 0;
 };
@@ -50,6 +64,14 @@ struct LostSlot {
   int set = 0;
   std::int32_t block = 0;
   std::int32_t slot = 0;
+};
+
+// A prompt that evicted: tokens [first, end) of a sequence. By set, the tokens up to `end` that
+// have no rows, those of earlier prompts included.
+struct Eviction {
+  std::int64_t first = 0;
+  std::int64_t end = 0;
+  std::vector<std::int64_t> missing;
 };
 
 class BlockTables {
@@ -80,26 +102,44 @@ class BlockTables {
   // The first blocks of a sequence are contiguous if a long enough run is free. Throws what
   // require_room() throws, and leaves the sequence as it was.
   Writing write(std::int32_t sequence, std::int64_t first, std::int64_t end);
-  // Gives back blocks and tiles that only tokens from `length` on need.
+  // Gives back blocks and tiles that only tokens from `length` on need. Not within a prompt that
+  // evicted, see evicting_prompt().
   void truncate(std::int32_t sequence, std::int64_t length);
 
+  // Ragged only: the same as write() for rows [first, end) of one set, in a prompt that evicts.
+  // Until evict() they belong to no token.
+  Writing write_rows(std::int32_t sequence, int set, std::int64_t first, std::int64_t end);
+  // Ends a prompt of tokens [first, end), whose rows were written by write_rows(). `rows`: by set,
+  // those of all tokens of the sequence; if they are fewer than tokens, the prompt has evicted.
+  void evict(std::int32_t sequence, std::int64_t first, std::int64_t end,
+             std::span<const std::int64_t> rows);
+  // Rows that the first `tokens` tokens of a sequence have in a set; also, the row of a token at
+  // that position after the last prompt that evicted.
+  std::int64_t rows(std::int32_t sequence, std::int64_t tokens, int set = 0) const;
+  bool has_evicted(std::int32_t sequence) const { return !at(sequence).evictions.empty(); }
+  // The prompt that evicted within which a sequence of `length` tokens would end, if there is one.
+  std::optional<Eviction> evicting_prompt(std::int32_t sequence, std::int64_t length) const;
+
   bool is_open(std::int32_t sequence) const;
-  std::int64_t pages(std::int32_t sequence) const {
-    return static_cast<std::int64_t>(at(sequence).blocks.size());
+  std::int64_t pages(std::int32_t sequence, int set = 0) const {
+    return static_cast<std::int64_t>(table(sequence, set).blocks.size());
   }
-  std::int64_t tiles(std::int32_t sequence) const {
-    return static_cast<std::int64_t>(at(sequence).tiles.size());
+  std::int64_t tiles(std::int32_t sequence, int set = 0) const {
+    return static_cast<std::int64_t>(table(sequence, set).tiles.size());
   }
   // Blocks that no other sequence shares.
   std::int64_t own_blocks(std::int32_t sequence) const;
+  // `number`: of a page of the set's table.
   PageSlots page(std::int32_t sequence, std::int64_t number, int set = 0) const;
-  std::int32_t tile(std::int32_t sequence, std::int64_t number) const;
-  // Number of rows in [0, tokens) of a sequence that are on the device.
-  std::int64_t resident_rows(std::int32_t sequence, std::int64_t tokens, int set = 0) const;
+  std::int32_t tile(std::int32_t sequence, std::int64_t number, int set = 0) const;
+  // How many of a sequence's first `rows` rows are on the device.
+  std::int64_t resident_rows(std::int32_t sequence, std::int64_t rows, int set = 0) const;
 
-  // Table entries that changed since the last call, in any set, so that copies can follow.
+  // Table entries that changed since the last call, in any set of a table, so that copies can
+  // follow.
   struct Change {
     std::int32_t sequence = 0;
+    int table = 0;
     std::int64_t number = 0;  // of the page or the tile
     bool is_tile = false;
   };
@@ -110,39 +150,74 @@ class BlockTables {
 
   const BlockLimits& limits() const { return limits_; }
   const SlotPool& block_slots() const { return blocks_; }
-  const SlotPool& tile_slots() const { return tiles_; }
+  const SlotPool& tile_slots(int table = 0) const {
+    return tiles_[static_cast<std::size_t>(table)];
+  }
+  // The table of a set's pages.
+  int table_of(int set) const { return limits_.ragged_sets > 0 ? set : 0; }
   std::int64_t open_sequences() const;
 
  private:
-  struct Sequence {
-    bool is_open = false;
+  struct Table {
     std::int64_t pinned = -1;  // page; -1: none is pinned
     std::vector<std::int32_t> blocks;
     std::vector<std::int32_t> tiles;
   };
+  struct Sequence {
+    bool is_open = false;
+    std::vector<Table> tables;
+    std::vector<Eviction> evictions;  // in the order of their tokens
+  };
+  // One table of one sequence.
+  struct Place {
+    std::int32_t sequence = 0;
+    int table = 0;
+  };
   const Sequence& at(std::int32_t sequence) const;
   Sequence& at(std::int32_t sequence);
+  const Table& at(const Place& place) const {
+    return at(place.sequence).tables[static_cast<std::size_t>(place.table)];
+  }
+  Table& at(const Place& place) {
+    return at(place.sequence).tables[static_cast<std::size_t>(place.table)];
+  }
+  const Table& table(std::int32_t sequence, int set) const {
+    return at(Place{sequence, table_of(set)});
+  }
+  // The sets whose pages a table has.
+  int first_set(int table) const { return table; }
+  int end_set(int table) const { return limits_.ragged_sets > 0 ? table + 1 : limits_.sets(); }
+  const DeviceBlocks& device_of(int set) const {
+    return device_[limits_.ragged_sets > 0 ? 0 : static_cast<std::size_t>(set)];
+  }
+  std::int64_t rows_at(const Place& place, std::int64_t tokens) const {
+    return rows(place.sequence, tokens, place.table);
+  }
 
-  // Blocks that write() would take. require_blocks() throws Error{memory} if fewer are free.
-  std::int64_t blocks_for_write(std::int32_t sequence, std::int64_t first, std::int64_t end) const;
+  // Blocks that writing rows [first, end) would take. require_blocks() throws Error{memory} if
+  // fewer are free, require_tiles() if there are fewer tiles.
+  std::int64_t blocks_for_write(const Place& place, std::int64_t first, std::int64_t end) const;
   void require_blocks(std::int64_t blocks) const;
-  void begin_page(std::int32_t sequence, std::int64_t page, std::int64_t rows, Writing& writing);
-  void own_tiles(std::int32_t sequence, std::int64_t first, std::int64_t end, Writing& writing);
+  void require_tiles(const Place& place, std::int64_t first, std::int64_t end) const;
+  void write(const Place& place, std::int64_t first, std::int64_t end, Writing& writing);
+  void begin_page(const Place& place, std::int64_t page, std::int64_t rows, Writing& writing);
+  void own_tiles(const Place& place, std::int64_t first, std::int64_t end, Writing& writing);
   // Adds the first free block after `after`.
-  void add_block(std::int32_t sequence, std::int32_t after);
-  void pin(std::int32_t sequence, std::int64_t page);
-  void unpin(std::int32_t sequence);
+  void add_block(const Place& place, std::int32_t after);
+  void truncate(const Place& place, std::int64_t rows);
+  void pin(const Place& place, std::int64_t page);
+  void unpin(const Place& place);
   void drop_block(std::int32_t block);
-  void changed(std::int32_t sequence, std::int64_t page) {
-    changes_.push_back({sequence, page, false});
+  void changed(const Place& place, std::int64_t page) {
+    changes_.push_back({place.sequence, place.table, page, false});
   }
   // Notes a change of a block in the tables of all sequences that share it.
-  void changed_for_all(std::int32_t block, std::int64_t page);
+  void changed_for_all(std::int32_t block, int table, std::int64_t page);
 
   BlockLimits limits_;
   SlotPool blocks_;
-  std::vector<DeviceBlocks> device_;  // by set
-  SlotPool tiles_;
+  std::vector<DeviceBlocks> device_;  // by set, or one for all ragged sets
+  std::vector<SlotPool> tiles_;       // by table
   std::vector<Sequence> sequences_;
   std::vector<Change> changes_;
   std::vector<LostSlot> lost_;

@@ -38,8 +38,8 @@ std::string damage_of(const KvShape& shape) {
 }
 
 std::vector<RowRun> host_runs(const BlockTables& tables, std::int32_t sequence, std::int64_t first,
-                              std::int64_t end) {
-  return runs_of(tables, sequence, first, end, 0, false);
+                              std::int64_t end, int set) {
+  return runs_of(tables, sequence, first, end, set, false);
 }
 
 std::vector<RowRun> nearest_runs(const BlockTables& tables, std::int32_t sequence,
@@ -51,7 +51,7 @@ RowRun whole_run(const BlockTables& tables, std::int32_t sequence, std::int64_t 
                  bool in_place) {
   const std::vector<RowRun> near = nearest_runs(tables, sequence, 0, end, set);
   if (!in_place && near.size() == 1 && near[0].place == RowPlace::device) return near[0];
-  const std::vector<RowRun> host = host_runs(tables, sequence, 0, end);
+  const std::vector<RowRun> host = host_runs(tables, sequence, 0, end, set);
   return host.size() == 1 ? host[0] : RowRun();
 }
 

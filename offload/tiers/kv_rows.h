@@ -12,7 +12,7 @@
 
 namespace sluice {
 
-// The rows of one step: positions [first, first + tokens).
+// The rows of one step, or of its tokens in one layer: positions [first, first + tokens).
 struct StepRange {
   std::int64_t first = 0;
   std::int64_t tokens = 0;
@@ -27,8 +27,8 @@ struct NewRows {
   const float* k = nullptr;  // [tokens, kv_heads, head_dim], `stride` floats from token to token
   const float* v = nullptr;  // [tokens, kv_heads, head_dim]
   std::int64_t stride = 0;
-  // [kv_heads], or empty: rows as they were before, in host memory, instead of k and v. Coding
-  // their elements again would give other codes. Only in runs of a sequence's tokens.
+  // [kv_heads], or empty: rows as they were before, where the queue can copy from, instead of k and
+  // v. Coding their elements again would give other codes. Only in runs of a sequence's tokens.
   std::span<const RowSpan> ready = {};
 };
 
@@ -56,9 +56,11 @@ struct RowRun {
   }
 };
 
+// All of these take rows of a set's table, which are tokens unless tables are ragged.
+
 // Rows [first, end) of a sequence in host memory.
 std::vector<RowRun> host_runs(const BlockTables& tables, std::int32_t sequence, std::int64_t first,
-                              std::int64_t end);
+                              std::int64_t end, int set);
 // Rows [first, end) in the layers of a set: on the device if resident there, else in host memory.
 std::vector<RowRun> nearest_runs(const BlockTables& tables, std::int32_t sequence,
                                  std::int64_t first, std::int64_t end, int set);

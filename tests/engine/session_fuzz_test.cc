@@ -293,7 +293,7 @@ class World {
     shape_.chunk = kChunks[random_.integer(0, lists ? 1 : 3)];
     if (one_in(3)) shape_.row_cache = one_in(2) ? 0 : 20'000;
     engine_ = &engines.at(shape_);
-    if (!remembers_any() && one_in(2)) {
+    if ((!remembers_any() || options_.policies.front().prefill.evict) && one_in(2)) {
       options_.tokens = options_.context * random_.integer(4, 4 * options_.sequences) / 4;
     }
     if (!one_in(4)) choose_cap();
@@ -487,7 +487,8 @@ class World {
                                 : random_.integer(0, before);
     if (one_in(4)) to = to / kPageTokens * kPageTokens;
     text_ += "truncate to " + number(to) + " ";
-    live.session.truncate(to);
+    // Not within a prompt that evicted.
+    if (!attempt([&] { live.session.truncate(to); })) return;
     if (remembers_any()) {
       live.log.push_back({Way::truncate, live.policy, {}, to, {}, {}});
     } else {

@@ -69,7 +69,6 @@ class RandomPolicy {
       policy_.compensate = maybe() ? Compensation::values : Compensation::mean_value;
     }
     if (policy_.compensate == Compensation::values) {
-      policy_.prefill.evict = false;
       policy_.values = {static_cast<int>(random_.integer(2, 4)), share()};
       if (random_.integer(0, 3) == 0) {
         policy_.prune = Pruner::none;

@@ -288,7 +288,7 @@ TEST(KvSession, RollsBackAStepWithNoneOrSomeOfItsRows) {
   session.begin(Phase::decode, 100);
   session.appended(0, 150);
   session.roll_back();
-  EXPECT_EQ(session.own_blocks(), 1);
+  EXPECT_EQ(session.own_tokens(), kPageTokens);
   for (const std::int64_t tokens : {64, 1, 60}) {
     EXPECT_LT(conversation.step(session, tokens), kTolerance);
   }

@@ -64,6 +64,9 @@ constexpr std::array kPolicies = {
     "select=dense prefill=zipvl(0.9)",
     "select=int4 prune=top_k(40) dense=1 prefill=zipvl(0.6)",
     "select=sparq(r=8) prune=top_k(40) prefill=zipvl(0.6,evict)",
+    "select=dense prefill=zipvl(0.8,evict)",
+    "select=int4 prune=top_k(16) compensate=values early=layer prefill=zipvl(0.7,evict)",
+    "select=quest prune=top_k(40) dense=1 prefill=zipvl(0.9,evict)",
     "select=dense prefill=pages(0.6)",
     "select=int4 prune=top_k(40) dense=1 prefill=pages(0.4)",
 };
@@ -97,8 +100,8 @@ class World {
     late.begin(seed);
     if (random_.integer(0, 1) == 0)
       policies_.push_back(parse_policy("select=exact prune=top_k(8)"));
-    // What a sparse prefill attends to follows each other.
-    if (policy_.prefill.tau > 0.0) sequences_ = 1;
+    // What a sparse prefill attends to follows each other, unless it is staged.
+    if (policy_.prefill.tau > 0.0 && !policy_.prefill.evict) sequences_ = 1;
     const KvPlan plan = some_plan();
     const HostAttender attender = some_attender();
     late_ = std::make_shared<KvPool>(late.make_queue(), plan, policies_, own_scorers(), attender);
@@ -227,16 +230,22 @@ class World {
     Twins& twins = any();
     truncate(twins, random_.integer(twins.length() / 2, twins.length()));
   }
-  static void truncate(Twins& twins, std::int64_t length) {
-    twins.late.truncate(length);
+  // False if it would end within a prompt that evicted.
+  static bool truncate(Twins& twins, std::int64_t length) {
+    try {
+      twins.late.truncate(length);
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::usage) << error.what();
+      return false;
+    }
     twins.plain.truncate(length);
+    return true;
   }
   void correct() {
     Twins& twins = any();
     if (twins.length() < 2) return;
     const std::int64_t tokens = random_.integer(1, std::min(twins.length(), chunk()));
-    truncate(twins, twins.length() - tokens);
-    run_of(twins, Phase::correction, tokens);
+    if (truncate(twins, twins.length() - tokens)) run_of(twins, Phase::correction, tokens);
   }
 
   void use() {
@@ -253,16 +262,11 @@ class World {
   }
   void calm() { backend_.refuse_after = -1; }
 
-  // Of the only sequence: then it takes no steps of a prompt.
-  bool has_evicted() const {
-    return late_->important() != nullptr && late_->important()->has_evicted();
-  }
-
   void run(Phase phase, std::int64_t tokens) { run_of(any(), phase, tokens); }
   void run_of(Twins& twins, Phase phase, std::int64_t tokens) {
     tokens = std::min(tokens, kContext - twins.length());
     if (phase == Phase::decode) tokens = std::min(tokens, twins.late.decode_room());
-    if (tokens == 0 || (phase != Phase::decode && has_evicted())) return;
+    if (tokens == 0) return;
     step_of(twins, std::string(to_string(phase)), tokens, [&](KvSession& session, Outputs& out) {
       run_one(session, *twins.script, phase, tokens, out);
     });

@@ -454,8 +454,6 @@ TEST(SparseSession, RefusesToEvictWhatAnotherPolicyAttendsTo) {
   expect_refusal("tidaldecode anchors=2", "anchors");
   expect_refusal("select=int4 prune=top_k(8) anchors=0", "anchors");
   expect_refusal("select=int4 prune=top_k(8) correct=4", "corrections");
-  expect_refusal("values", "compensate=values");
-  expect_refusal("sluice 2:compensate=values", "compensate=values");
 }
 
 TEST(SparseSession, RefusesWhatItWasNotPlannedFor) {

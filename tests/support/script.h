@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "offload/step/kv_batch.h"
+#include "offload/step/kv_prompt.h"
 #include "offload/step/kv_session.h"
 #include "offload/step/solo_step.h"
 #include "tests/support/expect.h"
@@ -160,6 +161,31 @@ class Script {
       step(session, Phase::prefill, now);
       tokens -= now;
     }
+  }
+  // The next `tokens` tokens as a prompt of a policy whose prefill is sparse.
+  void sparse_prompt(KvSession& session, std::int64_t tokens) const {
+    const std::int64_t before = session.length();
+    const std::int64_t chunk = session.plan().chunk;
+    std::vector<float> out(static_cast<std::size_t>(chunk * query_width()));
+    std::vector<float> lse(static_cast<std::size_t>(chunk * shape_.query_heads));
+    KvPrompt prompt(session, tokens);
+    for (std::size_t layer = 0; layer < q_.size(); ++layer) {
+      const int number = static_cast<int>(layer);
+      const auto for_pieces = [&](const auto& body) {
+        for (std::int64_t first = 0; first < tokens; first += chunk) {
+          prompt.take(first, std::min(chunk, tokens - first));
+          const std::int64_t at = before + first;
+          body(at, Queries{q(layer, at), query_width(), out.data(), lse.data()});
+        }
+      };
+      for_pieces([&](std::int64_t at, const Queries& queries) {
+        prompt.append(number, {k(layer, at), v(layer, at), key_width()});
+        prompt.collect(queries);
+      });
+      prompt.choose(number);
+      for_pieces([&](std::int64_t, const Queries& queries) { prompt.attend(number, queries); });
+    }
+    prompt.end();
   }
   // Appends the rows of the next `tokens` tokens without attention.
   void append(KvSession& session, std::int64_t tokens) const {

@@ -339,11 +339,12 @@ class Session {
   // SessionOptions::policies.
   void use(const Policy& policy);
   const Policy& policy() const;
-  // Forgets all tokens from `length` on. Throws Error{usage} unless `length` is 0 to length().
+  // Forgets tokens from `length` on, 0 to length() and not within a prompt that evicted; else
+  // throws.
   void truncate(std::int64_t length);
   // Appends tokens and returns log p(tokens[i] | everything before) for i = 1 .. size-1, in nats;
-  // the mean of the negatives is the NLL. Throws Error{usage} after a prefill that evicted tokens,
-  // because it attends to every token.
+  // the mean of the negatives is the NLL. After a prefill that evicted tokens it attends to those
+  // that are left.
   std::vector<float> score(std::span<const TokenId> tokens, const Progress& progress = {});
 
   // Saves tokens, rows and `note`, text of the caller's own of up to 64 MiB, to a directory, which

@@ -120,6 +120,11 @@ struct KvPlan {
   std::int64_t placed_rows = 0;
   bool chooses_early = false;
   std::int64_t compact_rows = 0;  // rows per KV head that a sparse prefill gathers
+  // Some policy's prefill evicts (`prefill=zipvl(TAU,evict)`), so every layer has a page table of
+  // its own, and blocks are pages of one layer. A prompt's rows of one layer at a time are staged
+  // in `prompt_rows` rows per KV head; only those that stay get pages.
+  bool ragged = false;
+  std::int64_t prompt_rows = 0;
   // Blocks of queries whose pages are listed at a time; 0: no policy's prefill lists pages.
   std::int64_t listed_blocks = 0;
   // The CPU attends to part of the rows only in host memory, in layers of decode steps that attend
@@ -146,10 +151,12 @@ struct KvPlan {
   std::int64_t window(int layer) const {
     return windows.empty() ? 0 : windows[static_cast<std::size_t>(layer)];
   }
-  // Layers form one set, or two if there are dense_layers: those are set 1, others set 0.
-  int sets() const { return dense_layers.empty() ? 1 : 2; }
+  // Layers form one set, or two if there are dense_layers: those are set 1, others set 0. If
+  // ragged, every layer is a set.
+  int sets() const { return ragged ? shape.layers : dense_layers.empty() ? 1 : 2; }
   int set_of(int layer) const;
-  // Room in rows of every (layer, KV head): in host memory and, by set, on the device.
+  // Room in rows of every (layer, KV head): in host memory and, by set, on the device. If ragged,
+  // the average over layers, which share it.
   std::int64_t host_rows() const;
   std::int64_t device_rows(int set = 0) const;
   // Bytes of a cache with every row on the device, which Sluice replaces.

@@ -96,8 +96,8 @@ struct Budget {
 // to the pages that a block of queries chooses, see lib/backend/page_ops.h.
 struct SparsePrefill {
   double tau = 0.0;  // share of the probes' attention that the important tokens carry; 0: dense
-  // True, as in the paper: the other tokens attend to nothing and are never attended again, though
-  // their rows stay in memory; only decode steps and prefills that evict may follow. False: every
+  // True, as in the paper: the other tokens attend to nothing and are never attended again; every
+  // layer gives the memory of its own choice of rows back while the prompt is read. False: every
   // token attends to the important ones and to its own block of 512, and may be attended later.
   bool evict = false;
   double pages = 0.0;  // share of the weight, estimated by means, that listed pages carry; 0: all
