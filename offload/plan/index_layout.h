@@ -109,8 +109,8 @@ struct IndexLayout {
   std::int64_t arena_rows = 0;     // selected rows per KV head attended at a time
 
   bool selects() const { return slots > 0; }
-  // Layers that attend to everything under all policies, if others select or have a window and layers
-  // share their tables.
+  // Layers that attend to everything under all policies, if others select or have a window and
+  // layers share their tables.
   std::vector<int> dense_layers() const;
   // The slot of a token's selection in a layer.
   std::int64_t slot(int layer, std::int64_t token) const;
