@@ -5,6 +5,7 @@
 //   step      few tokens, as multiply_coded() computes them
 //   way       the two ways of multiply_coded() around the number of tokens where it changes them
 //   prompt    many tokens
+//   coding    bf16 in host memory or on the device into codes, as while loading
 #include "bench/cuda_support.cuh"
 #include "kernels/dense/coded.h"
 #include "kernels/dense/dense.h"
@@ -178,6 +179,22 @@ void tiles_way(benchmark::State& state) { products(state, kPromptLayers, false, 
 void unpacked_way(benchmark::State& state) { products(state, kPromptLayers, false, Way::unpacked); }
 void prompt(benchmark::State& state) { products(state, kPromptLayers, false, Way::chosen); }
 
+void coding(benchmark::State& state) {
+  const Shape shape = {28672, 4096};
+  const Workspace workspace(kScratch);
+  const Product to(shape, format_of(state.range(0), shape));
+  const std::size_t bytes = static_cast<std::size_t>(shape.outputs * shape.inputs) * 2;
+  const DeviceBlock on_device = normal_block<__nv_bfloat16>(bytes / 2, 0.02f);
+  const PinnedBlock on_host = make_pinned_block(bytes);
+  require(cudaMemcpy(on_host.get(), on_device.get(), bytes, cudaMemcpyDeviceToHost), "copying");
+  void* const from = state.range(1) == 0 ? on_device.get() : on_host.get();
+  Replay replay(workspace.launch().stream, [&] {
+    code_rows(to.coded(), 0, {from, DType::bf16, shape.outputs, shape.inputs}, workspace.launch());
+  });
+  time_replay(state, replay, 1);
+  count_rate(state, "bytes/s", static_cast<double>(bytes));
+}
+
 // One matrix by itself: enough copies of it to exceed the cache, in one replay.
 void matrix(benchmark::State& state) {
   const std::int64_t tokens = state.range(1);
@@ -255,6 +272,13 @@ void single(benchmark::internal::Benchmark* bench) {
       ->Iterations(20)
       ->Unit(benchmark::kMicrosecond);
 }
+void to_code(benchmark::internal::Benchmark* bench) {
+  for (const std::int64_t bits : {8, 4}) {
+    for (const std::int64_t host : {0, 1}) bench->Args({bits, host});
+  }
+  bench->ArgNames({"bits", "host"})->UseManualTime()->Iterations(5)->Unit(benchmark::kMicrosecond);
+}
+BENCHMARK(coding)->Apply(to_code);
 BENCHMARK(step)->Apply(few);
 BENCHMARK(matrix)->Apply(single);
 BENCHMARK(tiles_way)->Apply(around);

@@ -54,6 +54,7 @@ class Pieces {
 
   // Bytes in which a reader codes rows.
   std::uint64_t coding_bytes() const {
+    if (backend_->info().codes_weights) return 0;
     std::int64_t most = 0;
     for (const Piece& piece : all_) {
       if (piece.place->format.is_coded()) most = std::max(most, piece.columns());
@@ -118,7 +119,7 @@ class Reader {
  public:
   // `staging`: host memory of staging_bytes().
   Reader(const Checkpoint& checkpoint, Backend& backend, const Pieces& pieces, std::byte* staging)
-      : checkpoint_(&checkpoint) {
+      : checkpoint_(&checkpoint), codes_weights_(backend.info().codes_weights) {
     const std::size_t bytes = slot_bytes(pieces);
     for (std::size_t i = 0; i < slot_count(backend); ++i, staging += bytes) {
       slots_.push_back({staging, backend.make_queue({.computes = false})});
@@ -164,7 +165,9 @@ class Reader {
     const std::int64_t columns = piece.columns();
     if (place.weight != nullptr) {
       WeightRows rows = {slot.staging, piece.dtype, piece.rows, columns};
-      if (place.format.is_coded()) rows = encode_rows(rows, place.format, coding_);
+      if (place.format.is_coded() && !codes_weights_) {
+        rows = encode_rows(rows, place.format, coding_);
+      }
       slot.queue->run(WriteWeightParams{place.weight, piece.first, rows});
       return;
     }
@@ -182,6 +185,7 @@ class Reader {
   }
 
   const Checkpoint* checkpoint_;
+  bool codes_weights_;  // the backend does
   std::vector<Slot> slots_;
   float* coding_ = nullptr;  // a row that is being coded
   std::size_t turn_ = 0;

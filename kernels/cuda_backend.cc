@@ -78,6 +78,7 @@ BackendInfo describe(const CudaOptions& options, const DeviceLimits& limits) {
                      std::to_string(limits.capability % 10) + ", " +
                      std::to_string(limits.multiprocessors) + " multiprocessors";
   info.compute_tier = Tier::device;
+  info.codes_weights = true;
   info.compute_dtype = options.compute.value_or(options.weight_dtype);
   info.logits = gpu::logit_format();
   info.most_query_heads = kMostHeads;

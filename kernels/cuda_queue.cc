@@ -134,7 +134,10 @@ void CudaQueue::execute(const AttendTilesParams& params) {
 void CudaQueue::execute(const WriteWeightParams& params) {
   const WeightRows& rows = params.rows;
   const auto& weight = dynamic_cast<const CudaWeight&>(*params.weight);
-  if (weight.is_coded()) return pack_rows(weight.coded(), params.first, rows, launch());
+  if (weight.is_coded() && rows.format.is_coded()) {
+    return pack_rows(weight.coded(), params.first, rows, launch());
+  }
+  if (weight.is_coded()) return code_rows(weight.coded(), params.first, rows, launch());
   check(!rows.format.is_coded(), "write_weight: coded rows of a weight that is not");
   check(params.first + rows.rows <= params.weight->outputs() &&
             rows.inputs == params.weight->inputs(),

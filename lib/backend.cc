@@ -66,7 +66,7 @@ std::unique_ptr<Weight> Backend::prepare_weight(const Matrix& host, const Weight
   const Buffer staging = allocate(Tier::host, bytes);
   std::memcpy(staging.data(), host.data, bytes);
   rows.data = staging.data();
-  if (format.is_coded()) {
+  if (format.is_coded() && !info().codes_weights) {
     const Buffer scratch =
         allocate(Tier::host, static_cast<std::size_t>(host.columns) * sizeof(float));
     rows = encode_rows(rows, format, scratch.floats());

@@ -53,6 +53,8 @@ struct BackendInfo {
   bool f32_rows = true;        // supports rows in f32 besides f16 and bf16
   bool coded_rows = true;      // supports rows of every RowCode
   bool windows = true;         // attention to the newest rows only
+  // Codes rows of elements that are written into coded weights, to the bits of encode_rows().
+  bool codes_weights = false;
   int most_query_heads = std::numeric_limits<int>::max();
   int threads = 1;
   LinkRates link;

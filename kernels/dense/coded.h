@@ -1,6 +1,7 @@
 // Products with weights in 8 and 4 bits (coded_tile.h).
 //
 //   coded_rows      rows into tiles, and tiles into elements; embeddings
+//   coding          elements into codes, while loading
 //   coded_product   up to 128 tokens, 64 at a time: tiles are decoded in registers and multiplied
 //                   on the tensor cores. Codes are exact in bf16 and f16, and a group's scale
 //                   multiplies the sum over the group in f32.
@@ -18,6 +19,9 @@ namespace sluice::cuda {
 // Stores coded rows, which kernels can read, as the outputs from `first` on, a multiple of
 // kTileOutputs.
 void pack_rows(const CodedMatrix& to, std::int64_t first, const WeightRows& rows,
+               const Launch& launch);
+// Stores rows of elements, which kernels can read, likewise, coded as encode_rows() codes them.
+void code_rows(const CodedMatrix& to, std::int64_t first, const WeightRows& rows,
                const Launch& launch);
 // Decodes outputs [first, first + rows), `first` a multiple of kTileOutputs, into elements
 // [rows, inputs].

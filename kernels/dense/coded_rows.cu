@@ -2,6 +2,7 @@
 #include <cstring>
 
 #include "kernels/dense/coded.h"
+#include "kernels/dense/coded_part.cuh"
 #include "kernels/runtime/device_math.cuh"
 #include "kernels/runtime/dispatch.h"
 #include "kernels/runtime/early_launch.cuh"
@@ -22,10 +23,8 @@ Levels levels() {
   return levels;
 }
 
-// A block packs the tiles of 16 outputs and kPart inputs. Its warps read a row each, in pieces of
-// 512 bytes and more, because rows come over the bus.
+// Rows come over the bus: a warp reads a row, in pieces of 512 bytes and more.
 constexpr int kPart = 1024;
-constexpr int kPartGroups = kPart / static_cast<int>(kWeightGroup);
 constexpr int kPackThreads = kTileOutputs * kWarp;
 
 struct PackParams {
@@ -37,35 +36,6 @@ struct PackParams {
   std::int64_t codes;
   std::byte* tiles;  // of the first row
   std::int64_t columns;
-};
-
-// Part of the rows of a tile, in shared memory.
-template <WeightCode kCode>
-struct PartRows {
-  static constexpr int kCodeBytes = kPart * CodedTile<kCode>::kBits / 8;
-
-  std::uint16_t scales[kTileOutputs][kPartGroups];
-  std::uint16_t offsets[kTileOutputs][kPartGroups];
-  alignas(16) std::uint8_t codes[kTileOutputs][kCodeBytes];
-};
-
-// One tile of them.
-template <WeightCode kCode>
-struct TileRows {
-  const PartRows<kCode>& part;
-  int column;
-
-  __device__ std::uint32_t scale(int row, int group) const {
-    return part.scales[row][column * kTileGroups + group];
-  }
-  __device__ std::uint32_t offset(int row, int group) const {
-    return part.offsets[row][column * kTileGroups + group];
-  }
-  __device__ std::uint32_t code(int row, int input) const {
-    const int i = column * kTileInputs + input;
-    if constexpr (kCode == WeightCode::int8) return part.codes[row][i];
-    return part.codes[row][i / 2] >> (i % 2 * 4) & 15u;
-  }
 };
 
 // Copies `bytes` of `from`, or zeros where it is null, and zeros up to `room`; by one warp. All are
@@ -83,7 +53,7 @@ __device__ void copy_row(const std::byte* from, std::int64_t bytes, void* to, in
 template <WeightCode kCode, typename Word>
 __global__ void __launch_bounds__(kPackThreads) pack_kernel(const __grid_constant__ PackParams p) {
   using Tile = CodedTile<kCode>;
-  __shared__ PartRows<kCode> part;
+  __shared__ PartRows<kCode, kPart> part;
   take_turn();
   const int row = static_cast<int>(threadIdx.x) / kWarp;
   const std::int64_t output = std::int64_t{blockIdx.x} * kTileOutputs + row;
@@ -101,13 +71,7 @@ __global__ void __launch_bounds__(kPackThreads) pack_kernel(const __grid_constan
   copy_row<Word>(at(p.codes + first * Tile::kBits / 8), inputs * Tile::kBits / 8, part.codes[row],
                  sizeof part.codes[row]);
   __syncthreads();
-  const std::int64_t column = first / kTileInputs;
-  const auto columns = static_cast<int>(min(p.columns - column, std::int64_t{kPart / kTileInputs}));
-  auto* const to = reinterpret_cast<std::uint32_t*>(
-      p.tiles + (std::int64_t{blockIdx.x} * p.columns + column) * Tile::kBytes);
-  for (int i = static_cast<int>(threadIdx.x); i < columns * Tile::kWords; i += kPackThreads) {
-    to[i] = Tile::word_of(i % Tile::kWords, TileRows<kCode>{part, i / Tile::kWords});
-  }
+  write_part(part, p.tiles, p.columns);
 }
 
 template <WeightCode kCode>

@@ -67,8 +67,9 @@ struct WriteWeightParams {
   Weight* weight = nullptr;
   // `first` and the number of rows are multiples of Backend::weight_rows(), except at the end.
   std::int64_t first = 0;
-  // Coded as the weight is, else in elements of any dtype; in host memory that the backend has
-  // allocated or registered, which must not change before the operation is done.
+  // Coded as the weight is, or elements of any dtype (of coded weights:
+  // BackendInfo::codes_weights); in registered host memory or the backend's own, which must not
+  // change before this is done.
   WeightRows rows;
 };
 

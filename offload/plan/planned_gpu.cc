@@ -25,6 +25,7 @@ BackendInfo describe(const PlannedGpu& gpu) {
   info.head_dims.assign(gpu::kHeadDims.begin(), gpu::kHeadDims.end());
   info.f32_rows = false;
   info.windows = false;
+  info.codes_weights = true;
   info.most_query_heads = 4096;
   info.memory_bytes = gpu.memory_bytes;
   info.memory_rate = gpu.memory_rate;

@@ -5,7 +5,9 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <memory>
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -68,23 +70,42 @@ class CodedWeights : public ::testing::TestWithParam<NamedBackend> {
     EXPECT_EQ(backend.account(backend.info().compute_tier).used(), before);
   }
 
-  // A weight written in pieces, the last one first.
-  std::unique_ptr<Weight> written(const Coded& coded, const WeightShape& shape) {
+  // A weight written in pieces of rows in `format`, the last one first. Rows begin `offset` bytes
+  // after an aligned address.
+  std::unique_ptr<Weight> written(const std::vector<std::byte>& rows, const WeightFormat& format,
+                                  const WeightShape& shape, std::size_t offset = 0) {
     Backend& backend = *device_->backend;
-    const Buffer host = backend.allocate(Tier::host, coded.bytes.size());
-    std::copy(coded.bytes.begin(), coded.bytes.end(), host.data());
+    const Buffer host = backend.allocate(Tier::host, rows.size() + offset);
+    std::copy(rows.begin(), rows.end(), host.data() + offset);
     std::unique_ptr<Weight> weight = backend.make_weight(shape);
     const std::int64_t step = backend.weight_rows(shape.format) * random_.integer(1, 4);
     for (std::int64_t first = (shape.outputs - 1) / step * step; first >= 0; first -= step) {
       std::byte* const from =
-          host.data() + static_cast<std::size_t>(first) * shape.format.row_bytes(shape.inputs);
-      device_->queue->run(WriteWeightParams{
-          weight.get(),
-          first,
-          {from, shape.format, std::min(step, shape.outputs - first), shape.inputs}});
+          host.data() + offset + static_cast<std::size_t>(first) * format.row_bytes(shape.inputs);
+      device_->queue->run(
+          WriteWeightParams{weight.get(),
+                            first,
+                            {from, format, std::min(step, shape.outputs - first), shape.inputs}});
     }
     device_->queue->synchronize();
     return weight;
+  }
+  std::unique_ptr<Weight> written(const Coded& coded, const WeightShape& shape) {
+    return written(coded.bytes, shape.format, shape);
+  }
+
+  // What embed() finds in the rows of a weight.
+  std::vector<float> rows_of(const Weight& weight) {
+    std::vector<TokenId> ids(static_cast<std::size_t>(weight.outputs()));
+    std::iota(ids.begin(), ids.end(), 0);
+    const Buffer device_ids = upload(*device_, ids);
+    const Buffer y = upload(*device_, random_.normal(weight.outputs() * weight.inputs()));
+    device_->queue->run(
+        EmbedParams{{},
+                    reinterpret_cast<const TokenId*>(device_ids.data()),
+                    {y.data(), DType::f32, weight.outputs(), weight.inputs(), weight.inputs()},
+                    &weight});
+    return testing::values_of(*device_, y, DType::f32);
   }
 
   // Inputs are exact in the compute dtype; weights are rounded to it for many tokens. Sums are
@@ -272,6 +293,83 @@ TEST_P(CodedWeights, EmbedDecodesRows) {
       const bool known = id >= 0 && id < kRows;
       const std::size_t at = static_cast<std::size_t>(known ? id : 0) * kColumns + i % kColumns;
       ASSERT_EQ(actual[i], known ? coded.weights[at] : 0.0f) << i;
+    }
+  }
+}
+
+// Groups of every kind: normal and uniform ones, with outliers, constant, of zeros with either
+// sign, tiny, beyond an f16 scale, and not finite.
+std::vector<float> peculiar_groups(Random& random, std::int64_t groups) {
+  constexpr auto kGroup = static_cast<std::size_t>(kWeightGroup);
+  std::vector<float> values = random.normal(groups * kWeightGroup);
+  for (std::size_t group = 0; group < static_cast<std::size_t>(groups); ++group) {
+    float* const w = values.data() + group * kGroup;
+    const auto set = [&](auto value) {
+      for (std::size_t i = 0; i < kGroup; ++i) w[i] = value(i);
+    };
+    switch (group % 12) {
+      case 1:
+        set([&](std::size_t) { return static_cast<float>(random.integer(-99, 99)) / 64.0f; });
+        break;
+      case 2:
+        w[group % kGroup] = -300.0f;
+        break;
+      case 3:
+        set([&](std::size_t) { return 0.37f; });
+        break;
+      case 4:
+        set([](std::size_t i) { return i % 2 == 0 ? -0.0f : 0.0f; });
+        break;
+      case 5:
+        set([&](std::size_t i) { return w[i] * 1e-7f; });
+        break;
+      case 6:
+        set([&](std::size_t i) { return w[i] * 1e37f; });
+        break;
+      case 7:
+        w[3] = std::numeric_limits<float>::infinity();
+        break;
+      case 8:
+        w[31] = std::numeric_limits<float>::quiet_NaN();
+        break;
+      case 9:
+        set([&](std::size_t i) { return i % 2 == 0 ? 1.0f : -1.0f; });
+        break;
+      case 10:
+        set([&](std::size_t i) { return w[i] * 0.02f; });
+        break;
+      default:
+        break;
+    }
+  }
+  return values;
+}
+
+// Rows of elements in any dtype, aligned and not, become the codes that encode_rows() gives them.
+TEST_P(CodedWeights, ElementsAreCodedToTheSameBits) {
+  if (!device_->info().codes_weights) GTEST_SKIP() << "this backend codes no weights";
+  for (const WeightFormat& format : kFormats) {
+    for (const DType dtype : {DType::bf16, DType::f16, DType::f32}) {
+      for (const std::int64_t inputs : {96, 544, 1024}) {
+        for (const std::size_t offset : {std::size_t{0}, size_of(dtype)}) {
+          SCOPED_TRACE(::testing::Message() << to_string(format) << " of " << to_string(dtype)
+                                            << ", " << inputs << " inputs, offset " << offset);
+          const std::int64_t outputs = random_.integer(17, 70);
+          const std::vector<float> values =
+              rounded(peculiar_groups(random_, outputs * inputs / kWeightGroup), dtype);
+          const Coded wanted(values, inputs, format);
+          const auto weight =
+              written(encoded(values, dtype), dtype, {outputs, inputs, format}, offset);
+          const std::vector<float> actual = rows_of(*weight);
+          for (std::size_t i = 0; i < actual.size(); ++i) {
+            if (std::isnan(wanted.weights[i])) {
+              ASSERT_TRUE(std::isnan(actual[i])) << i;
+            } else {
+              ASSERT_EQ(actual[i], wanted.weights[i]) << i;
+            }
+          }
+        }
+      }
     }
   }
 }
