@@ -120,6 +120,9 @@ void shapes(benchmark::internal::Benchmark* bench) {
 BENCHMARK_CAPTURE(decode_batch, dense, std::string("dense"))->Apply(shapes);
 BENCHMARK_CAPTURE(decode_batch, sparq, std::string("sparq"))->Apply(shapes);
 BENCHMARK_CAPTURE(decode_batch, sluice, std::string("sluice"))->Apply(shapes);
+BENCHMARK_CAPTURE(decode_batch, quest, std::string("quest"))->Apply(shapes);
+BENCHMARK_CAPTURE(decode_batch, twilight, std::string("twilight"))->Apply(shapes);
+BENCHMARK_CAPTURE(decode_batch, values, std::string("values"))->Apply(shapes);
 
 }  // namespace
 }  // namespace sluice::bench

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <memory>
 #include <numeric>
+#include <utility>
 #include <vector>
 
 #include "kernels/runtime/error.h"
@@ -272,6 +273,14 @@ void select_shapes(benchmark::internal::Benchmark* bench) {
     for (const std::int64_t keep : {-256, 256}) bench->Args({tokens, 8, 4, 32768, keep, 40, 2});
   }
   bench->Args({8, 8, 4, kMillion / 4, -256, 40, 2});
+  // What quest, sparq, twilight (both of its selections) and values ask for in a batch.
+  for (const auto& [tokens, logits] : {std::pair{16, 32768}, std::pair{64, 8192}}) {
+    for (const int keep : {1024, 128, logits / 4}) {
+      bench->Args({tokens, 8, 4, logits, keep, 20, 0});
+    }
+    bench->Args({tokens, 8, 4, logits / 4, 0, 20, 1});
+    bench->Args({tokens, 8, 4, logits, 64, 20, 2});
+  }
   for (const std::int64_t logits : {4096, 16384}) bench->Args({1, 2048, 1, logits, 128, 40, 0});
   for (const std::int64_t heads : {512, 2048}) bench->Args({1, heads, 1, 8192, 0, 20, 1});
   for (const std::int64_t heads : {512, 2048}) bench->Args({1, heads, 1, 30000, 8192, 40, 0});
