@@ -25,8 +25,8 @@
 //   few       top_k up to 64 (and up to 64 always kept) with a digest, without candidates or mask,
 //             up to 8 query heads and 262144 entries, 1048576 over all query heads; one block per
 //             head, which also writes page weights
-//   one block per head if its shared memory holds the logits, and they are few (16384 per head) or
-//   the heads many (half the number of multiprocessors):
+//   one block per head if its shared memory holds two bytes per entry (up to 65536), and the logits
+//   are few (16384 per head) or the heads many (half the number of multiprocessors):
 //     top_k   top_k of one query head, up to 16384 entries, in the registers of up to four warps
 //     small   everything else
 //   one cluster of blocks per head (compute capability 9.0, up to 8 query heads) if its shared

@@ -1,9 +1,11 @@
-// Selection where all logits of a KV head fit a block's shared memory: one kernel, one read.
+// Selection by one block per KV head. Here for a single query head, whose logits fit the block's
+// shared memory: one kernel, one read. small_group.cu has it for several.
 #include <algorithm>
 #include <cmath>
 
 #include "kernels/runtime/error.h"
 #include "kernels/select/large.cuh"
+#include "kernels/select/small.h"
 
 namespace sluice::cuda {
 namespace {
@@ -332,7 +334,7 @@ __device__ __forceinline__ void sum_alphas(const Work& w) {
   }
 }
 
-template <int kThreads, bool kOneHead>
+template <int kThreads>
 __global__ void __launch_bounds__(kThreads, 1536 / kThreads)
     select_small(const __grid_constant__ SelectCall call, std::int32_t bins) {
   extern __shared__ uint4 memory[];
@@ -356,7 +358,7 @@ __global__ void __launch_bounds__(kThreads, 1536 / kThreads)
   auto* const rows = reinterpret_cast<uint4*>(shared + 1);
   auto* const bin_words = reinterpret_cast<std::uint32_t*>(rows + call.group * vectors);
   const Work work{call,
-                  kOneHead ? 1 : call.group,
+                  1,
                   head,
                   vectors,
                   shared,
@@ -402,18 +404,16 @@ std::size_t small_bytes(const SelectCall& call) {
 
 template <int kThreads>
 void launch_threads(const SelectCall& call, const Launch& launch) {
-  const std::size_t bytes = small_bytes(call);
-  const auto kernel =
-      call.group == 1 ? select_small<kThreads, true> : select_small<kThreads, false>;
-  launch_early("select_small", kernel, dim3(static_cast<unsigned>(call.head_count)), kThreads,
-               bytes, launch, call, bins_of(call));
+  launch_early("select_small", select_small<kThreads>, dim3(static_cast<unsigned>(call.head_count)),
+               kThreads, small_bytes(call), launch, call, bins_of(call));
 }
 
 }  // namespace
 
 bool fits_small(const SelectCall& call, const DeviceLimits& device) {
   if (call.entries > kMassedEntries) return false;
-  if (small_bytes(call) > static_cast<std::size_t>(device.shared_bytes)) return false;
+  const std::size_t bytes = call.group == 1 ? small_bytes(call) : group_bytes(call);
+  if (bytes > static_cast<std::size_t>(device.shared_bytes)) return false;
   // Several blocks per multiprocessor hide each other's waits; a few long rows run faster divided
   // among blocks.
   const std::int64_t work = std::int64_t{call.entries} * call.group;
@@ -421,6 +421,7 @@ bool fits_small(const SelectCall& call, const DeviceLimits& device) {
 }
 
 void run_small(const SelectCall& call, const Launch& launch) {
+  if (call.group > 1) return run_group(call, launch);
   const std::int64_t work = std::int64_t{call.entries} * call.group;
   if (work <= 4096) return launch_threads<128>(call, launch);
   if (work <= 16384) return launch_threads<256>(call, launch);

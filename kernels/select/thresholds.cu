@@ -1,6 +1,7 @@
 // top_p's threshold of every row, exact to a bin: from a histogram of the weights in the sectors
 // whose maximum reaches the lower bound that row_sums has found.
 #include "kernels/select/large.cuh"
+#include "kernels/select/masses.cuh"
 #include "kernels/select/sectors.cuh"
 
 namespace sluice::cuda {
@@ -33,22 +34,6 @@ __device__ __forceinline__ uint4 load_selectable8(const SelectCall& c, const Row
     return *reinterpret_cast<const uint4*>(row.logits + i);
   }
   return masked(load8(c, row.logits, row.list, row.extent, i), ~forced8(row.extent, i));
-}
-
-__device__ __forceinline__ void add_masses(const uint4& v, const Row& row, std::uint32_t* bins) {
-  const float least = __half2float(__ushort_as_half(row.least));
-#pragma unroll
-  for (int w = 0; w < 4; ++w) {
-    const float2 pair = __half22float2(as_half2(word_of(v, w)));
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const float x = e == 0 ? pair.x : pair.y;
-      if (!(x >= least)) continue;
-      std::uint32_t mass;
-      const std::int32_t bin = row.map.bin(x, mass);
-      atomicAdd(bins + (row.top - bin), mass);
-    }
-  }
 }
 
 // Called by one warp: counts its strips of the unit.
@@ -84,7 +69,7 @@ __device__ void add_strips(const LargeCall& call, const Row& row, std::int32_t n
       }
     }
 #pragma unroll
-    for (int j = 0; j < kVectors; ++j) add_masses(v[j], row, bins);
+    for (int j = 0; j < kVectors; ++j) add_masses8(v[j], row.least, row.map, row.top, bins);
   }
 }
 
