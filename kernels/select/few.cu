@@ -404,7 +404,9 @@ class FewChoice : public FewHead {
   }
 };
 
-__global__ void __launch_bounds__(kFewThreads, 1) select_few(const __grid_constant__ SelectCall c) {
+// With few registers, two blocks share a multiprocessor and hide each other's waits.
+template <int kRegisters>
+__global__ void __maxnreg__(kRegisters) select_few(const __grid_constant__ SelectCall c) {
   extern __shared__ uint4 memory[];
   const auto head = static_cast<int>(blockIdx.x);
   const TokenBounds token = bounds_of(c, head);
@@ -432,8 +434,10 @@ bool fits_few(const SelectCall& c, const DeviceLimits& device) {
 }
 
 void run_few(const SelectCall& call, const Launch& launch) {
-  launch_early("select_few", select_few, dim3(static_cast<unsigned>(call.head_count)), kFewThreads,
-               sizeof(FewShared), launch, call);
+  const bool is_one_round = call.head_count <= launch.device->multiprocessors;
+  launch_early("select_few", is_one_round ? select_few<64> : select_few<32>,
+               dim3(static_cast<unsigned>(call.head_count)), kFewThreads, sizeof(FewShared), launch,
+               call);
 }
 
 }  // namespace sluice::cuda

@@ -92,6 +92,8 @@ TEST_P(Select, AFewOfMany) {
   Random random(seed);
   const auto longest = std::to_array<std::int64_t>({300, 9000, 60000, 262000});
   for (int round = 0; round < 120; ++round) {
+    // One block on a multiprocessor, or two.
+    if (is_clustered()) limits_.multiprocessors = round % 8 < 4 ? 1 << 20 : 1;
     const std::int64_t most = longest[static_cast<std::size_t>(round % 4)];
     Case c = few_of_many(random, random.integer(1, most));
     const std::int64_t few = random.integer(1, 64);
