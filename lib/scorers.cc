@@ -2,6 +2,7 @@
 #include <cmath>
 #include <utility>
 
+#include "lib/scorers/guarded.h"
 #include "lib/scorers/own.h"
 #include "sluice/errors.h"
 #include "sluice/scorer.h"
@@ -66,7 +67,7 @@ void Scorers::add(std::shared_ptr<const Scorer> scorer) {
       refuse("a parameter of '" + info.name + "' needs a name and a range in words");
     }
   }
-  all_.push_back(std::move(scorer));
+  all_.push_back(scorers::make_guarded(std::move(scorer)));
 }
 
 const Scorer* Scorers::find(std::string_view name) const {

@@ -116,11 +116,12 @@ Engine open(const ModelFlags& flags, const std::string& cap) {
 }
 
 std::vector<Method> methods_of(const BenchFlags& flags, const Engine& engine) {
+  const Scorers scorers = flags.model.config().scorers;
   std::vector<Method> methods;
   if (!flags.no_baseline) methods.push_back({"dense", to_string(Policy()), Policy()});
   for (const std::string& text : flags.policies) {
     const Policy policy = engine.policy(text);
-    sluice::validate(policy, engine.info().kv);
+    sluice::validate(policy, engine.info().kv, scorers);
     if (policy == Policy() && !flags.no_baseline) continue;
     methods.push_back({text, to_string(policy), policy});
   }
@@ -291,7 +292,7 @@ int run(const BenchFlags& flags) {
   require_plans(engines.first(), cells, flags.steps);
   GrowingReport report(flags.json, flags.force, flags.resume,
                        {{"schema", "sluice-bench-1"},
-                        {"run", run_record(flags.model.device, flags.model.model, flags.text)},
+                        {"run", run_record(flags.model, flags.text)},
                         {"model", flags.model.model},
                         {"text", flags.text},
                         {"steps", flags.steps.steps},
@@ -325,6 +326,7 @@ int run(const BenchFlags& flags) {
 Command add_bench(CLI::App& app) {
   const auto flags = std::make_shared<BenchFlags>();
   flags->model.add_to(app);
+  flags->model.add_scorers_to(app);
   // One cap becomes several, and no plan decides them.
   flags->model.planned.clear();
   app.remove_option(app.get_option("--device-memory"));

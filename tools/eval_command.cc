@@ -59,12 +59,12 @@ void validate(const EvalFlags& flags) {
 }
 
 // One policy per argument, because policy lines contain commas.
-std::vector<NamedPolicy> parse_policies(const Engine& engine, const std::vector<std::string>& texts,
-                                        bool keeps_dense) {
+std::vector<NamedPolicy> parse_policies(const Engine& engine, const Scorers& scorers,
+                                        const std::vector<std::string>& texts, bool keeps_dense) {
   std::vector<NamedPolicy> policies;
   for (const std::string& text : texts) {
     const Policy policy = engine.policy(text);
-    validate(policy, engine.info().kv);
+    validate(policy, engine.info().kv, scorers);
     if (policy == Policy() && !keeps_dense) continue;  // dense always runs
     policies.push_back({text, policy});
   }
@@ -85,11 +85,13 @@ int run(const EvalFlags& flags) {
   std::vector<Task> tasks;
   for (const std::string& name : flags.tasks) tasks.push_back(parse_task(name));
   const std::optional<PlanSettings> planned = plan_of(flags.model);
-  Engine engine = Engine::open(config_of(flags.model, planned));
+  const EngineConfig config = config_of(flags.model, planned);
+  Engine engine = Engine::open(config);
   if (planned) require_model(*planned, engine.info());
   std::optional<Engine> exact = exact_engine(flags);
   const std::vector<NamedPolicy> policies = parse_policies(
-      engine, planned ? std::vector{planned->policy} : flags.policies, exact.has_value());
+      engine, config.scorers, planned ? std::vector{planned->policy} : flags.policies,
+      exact.has_value());
   const std::string text = read_text_file(flags.text, kMaxTextBytes);
   // Texts and lengths too short for any round are refused before the weights are loaded.
   std::vector<PassageBuilder> passages;
@@ -147,6 +149,7 @@ int run(const EvalFlags& flags) {
 Command add_eval(CLI::App& app) {
   const auto flags = std::make_shared<EvalFlags>();
   flags->model.add_to(app);
+  flags->model.add_scorers_to(app);
   app.footer(policy_help() + "\n" + app.get_footer());
   app.add_option("-t,--text", flags->text, "text that contexts are cut from, unseen in training")
       ->required();

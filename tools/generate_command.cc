@@ -326,6 +326,7 @@ int run(const GenerateFlags& flags, bool prompt_given) {
 Command add_generate(CLI::App& app) {
   const auto flags = std::make_shared<GenerateFlags>();
   flags->model.add_to(app);
+  flags->model.add_scorers_to(app);
   app.footer(policy_help() + "\n" + app.get_footer());
   auto* prompt = app.add_option("-p,--prompt", flags->prompt, "the prompt itself");
   app.add_option("-f,--prompt-file", flags->prompt_file,

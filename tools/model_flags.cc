@@ -6,6 +6,7 @@
 #include "lib/bytes.h"
 #include "lib/text.h"
 #include "sluice/errors.h"
+#include "sluice/scorer_library.h"
 #include "tools/flags.h"
 
 namespace sluice::tools {
@@ -119,6 +120,13 @@ void ModelFlags::add_to(CLI::App& app) {
       ->capture_default_str();
 }
 
+void ModelFlags::add_scorers_to(CLI::App& app) {
+  app.add_option("--scorer", scorers,
+                 "a shared library with a scorer of your own, which policies then name "
+                 "(sluice/scorer_library.h); its code is run; may be given several times")
+      ->allow_extra_args(false);
+}
+
 EngineConfig ModelFlags::config() const {
   EngineConfig config;
   config.model = model;
@@ -133,6 +141,7 @@ EngineConfig ModelFlags::config() const {
   config.host_memory = parse_cap(host_memory, "--host-memory");
   if (!disk.empty()) config.disk = parse_disk(disk);
   config.row_cache = parse_cap(row_cache, "--row-cache");
+  for (const std::string& file : scorers) config.scorers.add(load_scorer(file));
   config.host_attention = parse_share(host_attention, "--host-attention");
   return config;
 }

@@ -32,12 +32,15 @@ struct ModelFlags {
   std::string kv_dtype = "bf16";
   std::string compute = "auto";
   std::string weights = "auto";
+  std::vector<std::string> scorers;         // files of --scorer
   std::string plan;                         // file of --plan; see tools/plan_flag.h
   std::vector<const CLI::Option*> planned;  // flags that a plan decides
   int threads = 0;
   int chunk = 0;
 
   void add_to(CLI::App& app);
+  // Declares --scorer, for commands that take policy lines.
+  void add_scorers_to(CLI::App& app);
   // `tokens`, capped to the chunk of a step.
   int of_step(int tokens) const { return chunk > 0 ? std::min(tokens, chunk) : tokens; }
   // Throws Error{usage} for values that make no sense.

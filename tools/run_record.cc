@@ -53,6 +53,14 @@ std::string checksum_text(const std::string& bytes) {
   return hex(checksum_of(std::as_bytes(std::span(bytes))));
 }
 
+nlohmann::json checksums_of(const std::vector<std::string>& files) {
+  nlohmann::json checksums = nlohmann::json::array();
+  for (const std::string& file : files) {
+    checksums.push_back(checksum_text(read_text_file(file, kMaxTextBytes)));
+  }
+  return checksums;
+}
+
 // Tells a report that was edited or cut.
 std::string checksum_of_results(const nlohmann::json& results) {
   return checksum_text(results.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace));
@@ -115,7 +123,7 @@ void require_same_run(const std::string& path, const nlohmann::json& before,
     }
     refuse(path, "is the report of another command (" + in_quotes(line_of(arguments)) + ")");
   }
-  for (const char* const name : {"version", "commit", "machine", "checkpoint", "text"}) {
+  for (const char* const name : {"version", "commit", "machine", "checkpoint", "scorers", "text"}) {
     const std::string own = shared_text(now, name);
     const std::string other = shared_text(before, name);
     if (own == other) continue;
@@ -139,15 +147,15 @@ std::vector<std::string> command_arguments() {
   return arguments;
 }
 
-nlohmann::json run_record(const std::string& device, const std::string& model,
-                          const std::string& text) {
+nlohmann::json run_record(const ModelFlags& model, const std::string& text) {
   const std::string_view commit = source_commit();
   return {{"version", kVersion},
           {"commit", commit.empty() ? nlohmann::json() : nlohmann::json(commit)},
           {"command", essential(command_arguments())},
-          {"device", device},
-          {"machine", machine_of(device)},
-          {"checkpoint", hex(fingerprint_of(Checkpoint::open(model)))},
+          {"device", model.device},
+          {"machine", machine_of(model.device)},
+          {"checkpoint", hex(fingerprint_of(Checkpoint::open(model.model)))},
+          {"scorers", checksums_of(model.scorers)},
           {"text", checksum_text(read_text_file(text, kMaxTextBytes))},
           {"start", utc_now()}};
 }

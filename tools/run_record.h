@@ -7,6 +7,8 @@
 #include <string_view>
 #include <vector>
 
+#include "tools/model_flags.h"
+
 namespace sluice::tools {
 
 // The commit of the sources, with -dirty behind it if they were changed; empty if unknown.
@@ -16,10 +18,9 @@ std::string_view source_commit();
 std::vector<std::string> command_arguments();
 
 // One JSON object: version, commit (null if unknown), command, machine, device, a fingerprint of
-// the checkpoint at `model`, one of the file at `text`, and start (UTC). Throws what
+// the checkpoint, one of the file at `text`, those of the scorers, and start (UTC). Throws what
 // Checkpoint::open() and read_text_file() throw.
-nlohmann::json run_record(const std::string& device, const std::string& model,
-                          const std::string& text);
+nlohmann::json run_record(const ModelFlags& model, const std::string& text);
 
 // A report {..., "results": [...]} at `path` that is written whenever a result is added, so that
 // finished results survive an interruption. With an empty path nothing is written, with "-" the
