@@ -89,9 +89,9 @@ int run(const EvalFlags& flags) {
   Engine engine = Engine::open(config);
   if (planned) require_model(*planned, engine.info());
   std::optional<Engine> exact = exact_engine(flags);
-  const std::vector<NamedPolicy> policies = parse_policies(
-      engine, config.scorers, planned ? std::vector{planned->policy} : flags.policies,
-      exact.has_value());
+  const std::vector<NamedPolicy> policies =
+      parse_policies(engine, config.scorers,
+                     planned ? std::vector{planned->policy} : flags.policies, exact.has_value());
   const std::string text = read_text_file(flags.text, kMaxTextBytes);
   // Texts and lengths too short for any round are refused before the weights are loaded.
   std::vector<PassageBuilder> passages;
