@@ -41,8 +41,7 @@ struct Live {
   explicit Live(KvSession opened)
       : session(std::move(opened)), masks(static_cast<std::size_t>(session.plan().shape.layers)) {}
   // A fork.
-  explicit Live(Live& other)
-      : session(other.session.fork()), masks(other.masks), prompts(other.prompts) {}
+  Live(Live& other) : session(other.session.fork()), masks(other.masks), prompts(other.prompts) {}
 
   std::int64_t length() const { return session.length(); }
 
