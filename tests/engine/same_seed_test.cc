@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "sluice/engine.h"
+#include "sluice/errors.h"
 #include "sluice/sampler.h"
 #include "tests/support/backends.h"
 #include "tests/support/expect.h"
@@ -158,6 +159,12 @@ TEST_P(SameSeed, ABatchOfEightChangesFewDraws) {
   if (device == "cuda" && testing::make_or_skip(testing::gpu_backends().front()) == nullptr) return;
   EngineConfig config = config_for(device);
   config.compute = compute;
+  try {
+    Engine::open(config);
+  } catch (const Error& error) {
+    if (error.code() != ErrorCode::unsupported) throw;
+    GTEST_SKIP() << error.what();  // a processor without bf16 multiplication
+  }
   if (compute == DType::bf16) config.kv_dtype = DType::bf16;
   Engine engine = Engine::open(config);
   const std::vector<TwoWays> logits = logits_two_ways(engine, 8, 16, random_);
