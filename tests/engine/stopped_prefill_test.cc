@@ -33,7 +33,7 @@ TEST_P(StoppedPrefills, LeaveWhatThereWas) {
   engines.push_back(Engine::open(config_for(device)));
   if (device == "cpu") {
     EngineConfig capped = config_for();
-    capped.device_memory = std::uint64_t{6} << 20;
+    capped.device_memory = std::uint64_t{7} << 20;
     engines.push_back(Engine::open(capped));
   }
   const std::vector<TokenId> book = book_tokens(engines.front(), 1000);
