@@ -243,8 +243,8 @@ void launch_shape(DecodeKernelParams p, const Launch& launch, std::int64_t rows)
   launch_stages<Shape>(p, launch, size);
 }
 
-// Chooses the most warps, and with them rows of a tile, of which two stages fit: always 4, except
-// for rows of 1 KiB where a block has 99 KiB.
+// Launches with as many warps as leave room for two stages, because a tile has 16 rows per warp: 4
+// everywhere, but 2 for rows of 1 KiB where a block has 99 KiB.
 template <typename T, int kHeadDim, int kWarps = 4>
 void launch_fitting(const DecodeKernelParams& p, const Launch& launch, std::int64_t rows) {
   using Shape = DecodeShape<T, kHeadDim, kWarps>;

@@ -20,7 +20,7 @@ namespace sluice::cuda {
 // kTileOutputs.
 void pack_rows(const CodedMatrix& to, std::int64_t first, const WeightRows& rows,
                const Launch& launch);
-// Stores rows of elements, which kernels can read, likewise, coded as encode_rows() codes them.
+// The same for rows of elements, which it codes to the bits of encode_rows().
 void code_rows(const CodedMatrix& to, std::int64_t first, const WeightRows& rows,
                const Launch& launch);
 // Decodes outputs [first, first + rows), `first` a multiple of kTileOutputs, into elements

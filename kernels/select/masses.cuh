@@ -1,4 +1,4 @@
-// A histogram of weights, of which top_p finds a row's threshold.
+// A histogram of a row's weights, from which top_p takes its threshold.
 #pragma once
 
 #include "kernels/select/common.cuh"

@@ -40,7 +40,7 @@ struct alignas(16) Shared {
   std::uint32_t pages;
   std::uint32_t bad;
   RowInfo rows[kMostGroup];
-  std::uint32_t listed[kListed];  // grades of these entries, if so many fit
+  std::uint32_t listed[kListed];  // grades of those of `equals`, if at most kListed
 };
 
 // The work of the block. What follows Shared in memory depends on the call.

@@ -5,10 +5,10 @@
 // The backend chooses; the host waits for it once per layer, because it needs the number of rows.
 // Important rows are gathered once, and then attended like any run of rows.
 //
-// In a plan with ragged tables (some policy evicts) the rows of the layer at hand are staged: those
-// that it has of earlier tokens, then those of the prompt. Which of them get pages is known only
-// once the layer has chosen, and the caller then writes them, see rows_to_write(). Other plans
-// write rows to their pages as they come.
+// In a plan with ragged tables (some policy evicts) a layer's rows, those of earlier tokens and
+// then those of the prompt, are staged in one buffer, because only the layer's choice tells which
+// of them get pages. The caller then writes those, see rows_to_write(). Other plans write rows to
+// their pages as they come.
 //
 // Positions are those of rows in the layer: after an eviction fewer than those of tokens.
 #pragma once

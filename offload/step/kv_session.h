@@ -87,8 +87,9 @@ class KvSession {
   std::int64_t begin_by_layers(std::int64_t tokens);
   // The same for a prompt whose rows are staged: it takes room layer by layer, for those that stay.
   void begin_staged(std::int64_t tokens, std::int64_t least);
-  // Notes that a layer has its rows of tokens up to `end`; or, of a staged prompt, so many rows.
+  // Notes that a layer has the rows of all tokens up to `end`.
   void appended(int layer, std::int64_t end) { has_rows_of(layer) = rows(layer) + end - length_; }
+  // Notes that a layer of a staged prompt has `rows` rows.
   void kept(int layer, std::int64_t rows) { has_rows_of(layer) = rows; }
   bool has_rows(int layer) const {
     return ends_[static_cast<std::size_t>(layer)] == rows(layer) + step_.tokens;

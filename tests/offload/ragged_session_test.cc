@@ -144,7 +144,7 @@ class RaggedSession : public ::testing::TestWithParam<NamedBackend> {
     return out;
   }
 
-  // A step of several tokens of one session, of which some are compared.
+  // Runs a step of several tokens of one session and compares every 17th and the last ones.
   void step(Live& live, const Script& script, Phase phase, std::int64_t tokens) {
     const std::int64_t first = live.length();
     SoloStep step(live.session, phase, tokens);
@@ -339,7 +339,7 @@ TEST_P(RaggedSession, AttendsToWhatWasKept) {
   }
 }
 
-// One step of several sessions, of which some have evicted.
+// Sessions that evicted and one that did not decode in one step.
 TEST_P(RaggedSession, DecodesTogetherWithOthers) {
   const Script script(shape(), kContext, 7);
   const std::vector<Policy> policies = {evicting(0.4), Policy{}};

@@ -56,7 +56,7 @@ TEST_P(AttentionParityOfShapes, SeesThroughAWindow) {
         c.window = window;
         check(c);
         if (HasFatalFailure()) return;
-        // In parts, some of which the window hides entirely.
+        // Attends in parts, because the window may hide a whole one.
         AttentionRun run(*backend_, c);
         run.attend({before, count}, false);
         run.attend({0, before / 3}, true);
