@@ -33,12 +33,15 @@ std::vector<std::int64_t> ragged_lengths(std::int64_t sequences, std::int64_t lo
 KvPlan plan_of(const MadeUpModel& model, const Policy& policy,
                const std::vector<std::int64_t>& lengths, bool resident) {
   const auto sequences = static_cast<std::int64_t>(lengths.size());
-  KvRequest request = {.shape = model.kv(), .context = lengths.back() + kDecoded, .chunk = kChunk};
+  KvRequest request;
+  request.shape = model.kv();
+  request.on = model.backend().info();
+  request.context = lengths.back() + kDecoded;
+  request.chunk = kChunk;
   request.sequences = sequences;
   request.tokens =
       std::accumulate(lengths.begin(), lengths.end(), std::int64_t{0}) + sequences * kDecoded;
   request.policies = {&policy, 1};
-  request.on = model.backend().info();
   KvPlan whole = plan_kv(request);
   if (resident) return whole;
   // Room for the newest pages, the window and streaming, little for resident rows.

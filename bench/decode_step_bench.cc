@@ -16,9 +16,12 @@ constexpr int kWarmUp = 3;
 
 KvPlan plan_of(const MadeUpModel& model, const RowFormat& rows, const Policy& policy,
                std::int64_t tokens, bool resident) {
-  KvRequest request = {.shape = model.kv(rows), .context = tokens + kDecoded, .chunk = kChunk};
-  request.policies = {&policy, 1};
+  KvRequest request;
+  request.shape = model.kv(rows);
   request.on = model.backend().info();
+  request.context = tokens + kDecoded;
+  request.chunk = kChunk;
+  request.policies = {&policy, 1};
   KvPlan whole = plan_kv(request);
   if (resident) return whole;
   // Room for the window and for streaming, little for resident rows.

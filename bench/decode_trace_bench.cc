@@ -91,10 +91,13 @@ class Trace {
 };
 
 KvPlan plan_of(const MadeUpModel& model, std::span<const Policy> policies, bool resident) {
-  KvRequest request = {.shape = model.kv(), .context = kContext, .chunk = kPiece};
+  KvRequest request;
+  request.shape = model.kv();
+  request.on = model.backend().info();
+  request.context = kContext;
+  request.chunk = kPiece;
   request.sequences = std::int64_t{kLengths.size()} + 1;
   request.policies = policies;
-  request.on = model.backend().info();
   KvPlan whole = plan_kv(request);
   if (resident) return whole;
   request.device_cap =
