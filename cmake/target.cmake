@@ -30,5 +30,14 @@ function(sluice_folder name)
     PUBLIC $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/lib/include>
            $<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>
     PRIVATE ${PROJECT_SOURCE_DIR})
+  # Sanitizers only ever see tests, and sources that are compiled together share their headers: half
+  # the time. Anonymous namespaces of neighbours then share their names.
+  if(SLUICE_SANITIZE)
+    set_target_properties(sluice_${name} PROPERTIES UNITY_BUILD ON)
+    if(CMAKE_CXX_COMPILER_ID STREQUAL GNU)
+      # Warnings of what neighbours have in common, which other builds see if it is in one source.
+      target_compile_options(sluice_${name} PRIVATE -Wno-subobject-linkage -Wno-shadow)
+    endif()
+  endif()
   set_property(GLOBAL APPEND PROPERTY SLUICE_FOLDERS sluice_${name})
 endfunction()

@@ -14,10 +14,11 @@ namespace {
 
 using Json = nlohmann::json;
 
-constexpr std::uint64_t kMaxFile = std::uint64_t{16} << 20;   // tokenizer_config.json lists tokens
+constexpr std::uint64_t kMaxConfigFile = std::uint64_t{16}
+                                         << 20;               // tokenizer_config.json lists tokens
 constexpr std::size_t kMaxTemplate = std::size_t{128} << 10;  // those in use have up to 20 KiB
 
-[[noreturn]] void throw_broken(const std::filesystem::path& file, const std::string& what) {
+[[noreturn]] void throw_broken_config(const std::filesystem::path& file, const std::string& what) {
   throw Error(ErrorCode::corrupt,
               file.string() + ": " + what + "; take the file of the checkpoint unchanged");
 }
@@ -26,11 +27,11 @@ constexpr std::size_t kMaxTemplate = std::size_t{128} << 10;  // those in use ha
 std::optional<std::string> template_of(const Json& value, const std::filesystem::path& file) {
   if (value.is_null()) return std::nullopt;
   if (value.is_string()) return value.get<std::string>();
-  if (!value.is_array()) throw_broken(file, "chat_template is neither a string nor a list");
+  if (!value.is_array()) throw_broken_config(file, "chat_template is neither a string nor a list");
   for (const Json& entry : value) {
     if (!entry.is_object() || !entry.contains("name") || !entry.contains("template") ||
         !entry["template"].is_string()) {
-      throw_broken(file, "chat_template has an entry without name and template");
+      throw_broken_config(file, "chat_template has an entry without name and template");
     }
     if (entry["name"] == "default") return entry["template"].get<std::string>();
   }
@@ -39,8 +40,8 @@ std::optional<std::string> template_of(const Json& value, const std::filesystem:
 }
 
 Json read_object(const std::filesystem::path& file) {
-  Json json = read_json_file(file, kMaxFile);
-  if (!json.is_object()) throw_broken(file, "is no JSON object");
+  Json json = read_json_file(file, kMaxConfigFile);
+  if (!json.is_object()) throw_broken_config(file, "is no JSON object");
   return json;
 }
 
@@ -71,10 +72,11 @@ ChatSource read_chat_source(const std::filesystem::path& checkpoint) {
 
 void check_chat_template(const ChatSource& source) {
   if (source.text.size() > kMaxTemplate) {
-    throw_broken(source.file, "chat_template is larger than 128 KiB");
+    throw_broken_config(source.file, "chat_template is larger than 128 KiB");
   }
   if (const auto offset = find_invalid_utf8(source.text)) {
-    throw_broken(source.file, "chat_template is not UTF-8 at offset " + std::to_string(*offset));
+    throw_broken_config(source.file,
+                        "chat_template is not UTF-8 at offset " + std::to_string(*offset));
   }
 }
 

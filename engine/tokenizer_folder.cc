@@ -12,12 +12,12 @@ namespace sluice {
 namespace {
 
 // Twice the size of the largest tokenizer.json in use.
-constexpr std::uint64_t kMaxFile = std::uint64_t{64} << 20;
+constexpr std::uint64_t kMaxTokenizerFile = std::uint64_t{64} << 20;
 constexpr int kMaxVocabulary = 1 << 24;
 
 nlohmann::json read_file(const std::filesystem::path& path) {
   try {
-    return read_json_file(path, kMaxFile);
+    return read_json_file(path, kMaxTokenizerFile);
   } catch (const Error& error) {
     if (error.code() != ErrorCode::corrupt) throw;
     throw Error(ErrorCode::tokenizer, error.what());

@@ -2,9 +2,9 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <system_error>
 #include <utility>
 
+#include "io/error_text.h"
 #include "lib/check.h"
 
 namespace sluice {
@@ -256,8 +256,8 @@ void DiskQueue::abandon(const Error& error) {
 Error DiskQueue::io_error(const DiskRequest& request, int error) const {
   return {ErrorCode::io, name_ + ": " + verb(request.action) + " " + std::to_string(request.bytes) +
                              " bytes at byte " + std::to_string(request.offset) +
-                             " of the spill file failed: " +
-                             std::generic_category().message(error) + "; check the disk"};
+                             " of the spill file failed: " + error_text(error) +
+                             "; check the disk"};
 }
 
 Error DiskQueue::corrupt_error(const DiskRequest& request, std::uint64_t sector) const {

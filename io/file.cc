@@ -8,13 +8,12 @@
 #include <system_error>
 #include <utility>
 
+#include "io/error_text.h"
 #include "lib/bytes.h"
 #include "sluice/errors.h"
 
 namespace sluice {
 namespace {
-
-std::string reason(int error) { return std::generic_category().message(error); }
 
 std::int64_t time_of(const timespec& time) {
   constexpr std::int64_t kNanoseconds = 1'000'000'000;
@@ -34,10 +33,10 @@ std::int64_t time_of(const timespec& time) {
   }
   if (error == EACCES || error == EPERM) {
     throw Error(ErrorCode::not_found,
-                path.string() + ": " + reason(error) +
+                path.string() + ": " + error_text(error) +
                     "; make it readable and its folder accessible for this user");
   }
-  throw Error(ErrorCode::io, path.string() + ": cannot be opened: " + reason(error) +
+  throw Error(ErrorCode::io, path.string() + ": cannot be opened: " + error_text(error) +
                                  "; check the limits and the disk of this machine");
 }
 
@@ -102,7 +101,7 @@ void File::read(std::uint64_t offset, std::span<std::byte> destination) const {
     if (count < 0 && errno == EINTR) continue;
     if (count < 0) {
       throw Error(ErrorCode::io, path_.string() + ": reading at byte " + std::to_string(offset) +
-                                     " failed: " + reason(errno) + "; check the disk");
+                                     " failed: " + error_text(errno) + "; check the disk");
     }
     if (count == 0) {
       throw Error(ErrorCode::io, path_.string() + ": ends at byte " + std::to_string(offset) +

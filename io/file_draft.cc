@@ -6,8 +6,8 @@
 
 #include <cerrno>
 #include <random>
-#include <system_error>
 
+#include "io/error_text.h"
 #include "sluice/errors.h"
 
 namespace sluice {
@@ -16,8 +16,7 @@ namespace {
 constexpr mode_t kPermissions = S_IRUSR | S_IWUSR | S_IRGRP | S_IWGRP | S_IROTH | S_IWOTH;
 
 [[noreturn]] void throw_unwritable(const std::filesystem::path& path, int error) {
-  throw Error(ErrorCode::io, path.string() +
-                                 ": cannot be written: " + std::generic_category().message(error) +
+  throw Error(ErrorCode::io, path.string() + ": cannot be written: " + error_text(error) +
                                  "; check that its folder is writable and the disk has room");
 }
 

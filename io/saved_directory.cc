@@ -14,10 +14,10 @@
 #include <cstdio>
 #include <memory>
 #include <random>
-#include <system_error>
 #include <utility>
 #include <vector>
 
+#include "io/error_text.h"
 #include "lib/bytes.h"
 #include "sluice/errors.h"
 
@@ -30,10 +30,8 @@ constexpr std::string_view kDataSuffix = ".bin";
 constexpr std::size_t kDigits = 16;
 constexpr mode_t kOwnerOnly = S_IRUSR | S_IWUSR;
 
-std::string reason(int error) { return std::generic_category().message(error); }
-
 [[noreturn]] void throw_unwritable(const std::filesystem::path& path, int error) {
-  throw Error(ErrorCode::io, path.string() + ": cannot be written: " + reason(error) +
+  throw Error(ErrorCode::io, path.string() + ": cannot be written: " + error_text(error) +
                                  "; check that the directory is writable and the disk has room");
 }
 
@@ -67,7 +65,7 @@ std::vector<std::string> names_in(int directory, const std::filesystem::path& pa
   if (!stream) {
     const int error = errno;
     if (copy >= 0) ::close(copy);
-    throw Error(ErrorCode::io, path.string() + ": cannot be listed: " + reason(error));
+    throw Error(ErrorCode::io, path.string() + ": cannot be listed: " + error_text(error));
   }
   std::vector<std::string> names;
   while (const dirent* const entry = ::readdir(stream.get())) {
@@ -102,8 +100,8 @@ Descriptor open_directory(const std::filesystem::path& path) {
   const int error = errno;
   throw Error(
       error == ENOENT || error == ENOTDIR || error == EACCES ? ErrorCode::not_found : ErrorCode::io,
-      path.string() + ": cannot be opened as the directory of a saved session: " + reason(error) +
-          "; check the path");
+      path.string() + ": cannot be opened as the directory of a saved session: " +
+          error_text(error) + "; check the path");
 }
 
 // The new name is on the disk once the directory that has it is.
@@ -155,7 +153,7 @@ void SavedDirectory::lock(int how) const {
                                    ": is in use: another process or session loads from it or saves "
                                    "to it; try again once that is done");
   }
-  throw Error(ErrorCode::io, path_.string() + ": cannot be locked: " + reason(error) +
+  throw Error(ErrorCode::io, path_.string() + ": cannot be locked: " + error_text(error) +
                                  "; choose a directory on a local disk");
 }
 

@@ -14,10 +14,10 @@
 #include <limits>
 #include <optional>
 #include <string_view>
-#include <system_error>
 #include <utility>
 #include <vector>
 
+#include "io/error_text.h"
 #include "lib/bytes.h"
 #include "lib/system_files.h"
 #include "sluice/errors.h"
@@ -57,8 +57,6 @@ constexpr std::array kFileSystems = {
     FileSystem{0x2fc12fc1, "zfs", Medium::disk},
     FileSystem{kOverlay, "overlay", Medium::disk},
 };
-
-std::string reason(int error) { return std::generic_category().message(error); }
 
 const FileSystem* find_file_system(std::uint32_t magic) {
   const auto* const found = std::find_if(kFileSystems.begin(), kFileSystems.end(),
@@ -134,7 +132,7 @@ void require_directory(const std::filesystem::path& directory) {
   struct stat status {};
   if (::stat(directory.c_str(), &status) != 0) {
     throw Error(ErrorCode::not_found, directory.string() + ": cannot be used for spilled rows: " +
-                                          reason(errno) + "; name an existing directory");
+                                          error_text(errno) + "; name an existing directory");
   }
   if (!S_ISDIR(status.st_mode)) {
     throw Error(ErrorCode::not_found,
@@ -154,7 +152,7 @@ std::string needed_and_free(const std::filesystem::path& directory, std::uint64_
 [[noreturn]] void throw_no_room(const std::filesystem::path& directory, std::uint64_t bytes,
                                 int error) {
   throw Error(ErrorCode::io, directory.string() + ": " + needed_and_free(directory, bytes) + ": " +
-                                 reason(error) + "; make room or name another directory");
+                                 error_text(error) + "; make room or name another directory");
 }
 
 [[noreturn]] void throw_create_failed(const std::filesystem::path& directory, std::uint64_t bytes,

@@ -8,6 +8,7 @@
 #include <string>
 #include <system_error>
 
+#include "io/error_text.h"
 #include "sluice/errors.h"
 
 namespace sluice {
@@ -15,7 +16,7 @@ namespace {
 
 [[noreturn]] void throw_unusable(const std::filesystem::path& folder, int error) {
   throw Error(ErrorCode::io, folder.string() + ": a temporary file cannot be written or read: " +
-                                 std::generic_category().message(error) +
+                                 error_text(error) +
                                  "; make room there or set TMPDIR to a folder for such files");
 }
 

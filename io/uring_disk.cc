@@ -10,9 +10,9 @@
 #include <cerrno>
 #include <cstdint>
 #include <string>
-#include <system_error>
 #include <vector>
 
+#include "io/error_text.h"
 #include "lib/check.h"
 #include "sluice/errors.h"
 
@@ -31,10 +31,8 @@ constexpr std::uint64_t kWakeTag = ~std::uint64_t{0};
 constexpr int kFile = 0;  // places in the table of registered files
 constexpr int kWake = 1;
 
-std::string reason(int error) { return std::generic_category().message(error); }
-
 [[noreturn]] void throw_refused(const char* step, int error) {
-  throw Error(ErrorCode::unsupported, std::string("io_uring: ") + step + ": " + reason(error));
+  throw Error(ErrorCode::unsupported, std::string("io_uring: ") + step + ": " + error_text(error));
 }
 
 class UringDisk : public Disk {
@@ -72,7 +70,7 @@ class UringDisk : public Disk {
     const bool retryable =
         status == -EINTR || status == -EAGAIN || status == -EBUSY || status == -ETIME;
     if (status < 0 && !retryable) {
-      throw Error(ErrorCode::io, "io_uring failed: " + reason(-status));
+      throw Error(ErrorCode::io, "io_uring failed: " + error_text(-status));
     }
     std::size_t count = 0;
     while (count < results.size()) {

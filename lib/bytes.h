@@ -1,6 +1,7 @@
 // Byte counts as people write them: "64MiB", "1.5 GiB".
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <string_view>
@@ -17,6 +18,11 @@ std::uint64_t parse_bytes(std::string_view text, std::string_view flag);
 
 constexpr std::uint64_t round_up(std::uint64_t value, std::uint64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
+}
+
+// The bytes of `count` elements: counts are signed, sizes are not.
+constexpr std::size_t bytes_of(std::int64_t count, std::size_t element_bytes) {
+  return static_cast<std::size_t>(count) * element_bytes;
 }
 
 }  // namespace sluice

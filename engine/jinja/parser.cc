@@ -9,9 +9,7 @@
 namespace sluice::jinja {
 namespace {
 
-using Kind = Statement::Kind;
-
-constexpr std::size_t kMostDepth = 32;  // of nested statements
+constexpr std::size_t kMostStatementDepth = 32;
 
 class Parser {
  public:
@@ -28,7 +26,7 @@ class Parser {
 
   // Reads statements up to a tag that begins with one of the words `ends`; the word stays unread.
   std::vector<Statement> statements(const Words& ends) {
-    if (++depth_ > kMostDepth) tokens_.fail("nests statements too deeply");
+    if (++depth_ > kMostStatementDepth) tokens_.fail("nests statements too deeply");
     std::vector<Statement> body;
     while (true) {
       if (tokens_.at(Token::Kind::end_of_file)) {
@@ -44,11 +42,11 @@ class Parser {
         }
         body.push_back(statement());
       } else if (token.kind == Token::Kind::output) {
-        body.push_back(made(Kind::output));
+        body.push_back(made(Statement::Kind::output));
         body.back().value = expressions_.parse_list();
         tokens_.expect_end_of_tag();
       } else {
-        body.push_back(made(Kind::text));
+        body.push_back(made(Statement::Kind::text));
         body.back().text = Text(token.text);
       }
     }
@@ -56,7 +54,7 @@ class Parser {
     return body;
   }
 
-  Statement made(Kind kind) const {
+  Statement made(Statement::Kind kind) const {
     Statement statement;
     statement.kind = kind;
     statement.line = tokens_.current().line;
@@ -73,7 +71,7 @@ class Parser {
     if (word == "break" || word == "continue") {
       if (loops_ == 0) tokens_.fail("has " + in_quotes(word) + " outside of a loop");
       tokens_.expect_end_of_tag();
-      return made(word == "break" ? Kind::leave_loop : Kind::next_round);
+      return made(word == "break" ? Statement::Kind::leave_loop : Statement::Kind::next_round);
     }
     tokens_.fail("has a statement that is not known here, " + in_quotes(word) + ",");
   }
@@ -84,7 +82,7 @@ class Parser {
   }
 
   Statement choice() {
-    Statement result = made(Kind::choice);
+    Statement result = made(Statement::Kind::choice);
     do {
       Branch branch;
       branch.condition = expressions_.parse();
@@ -97,7 +95,7 @@ class Parser {
   }
 
   Statement loop() {
-    Statement result = made(Kind::loop);
+    Statement result = made(Statement::Kind::loop);
     result.targets = targets();
     if (!tokens_.take_name("in")) tokens_.fail_unexpected();
     result.value = expressions_.parse_without_if();
@@ -112,14 +110,14 @@ class Parser {
   }
 
   Statement assignment() {
-    Statement result = made(Kind::set);
+    Statement result = made(Statement::Kind::set);
     result.targets = targets();
     if (tokens_.take_symbol("=")) {
       result.value = expressions_.parse_list();
       tokens_.expect_end_of_tag();
       return result;
     }
-    result.kind = Kind::set_block;
+    result.kind = Statement::Kind::set_block;
     if (result.targets.size() > 1) tokens_.fail_unexpected();
     if (tokens_.at_symbol("|")) tokens_.fail("filters what it sets");
     result.body = body_up_to({"endset"});
@@ -128,7 +126,7 @@ class Parser {
   }
 
   Statement macro() {
-    Statement result = made(Kind::macro);
+    Statement result = made(Statement::Kind::macro);
     result.name = tokens_.expect_name();
     tokens_.expect_symbol("(");
     while (!tokens_.take_symbol(")")) {
@@ -149,7 +147,7 @@ class Parser {
   }
 
   Statement group() {
-    Statement result = made(Kind::group);
+    Statement result = made(Statement::Kind::group);
     result.body = body_up_to({"endgeneration"});
     end("endgeneration");
     return result;

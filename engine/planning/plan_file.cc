@@ -14,7 +14,7 @@ namespace {
 
 using Json = nlohmann::json;
 
-constexpr std::uint64_t kMaxBytes = std::uint64_t{1} << 20;
+constexpr std::uint64_t kMaxPlanBytes = std::uint64_t{1} << 20;
 constexpr std::int64_t kVersion = 1;
 constexpr std::int64_t kMostBytes = std::int64_t{1} << 55;
 constexpr std::int64_t kMostSize = std::int64_t{1} << 30;
@@ -100,7 +100,7 @@ void check_policy(const JsonObject& file, const std::string& line) {
 }  // namespace
 
 PlanSettings read_plan(const std::filesystem::path& path) {
-  const Json json = read_json_file(path, kMaxBytes);
+  const Json json = read_json_file(path, kMaxPlanBytes);
   const JsonObject file(json, path, {}, "make the plan again or correct it");
   require_known(file, json, kFields);
   file.integer("sluice_plan", kVersion, kVersion);

@@ -10,10 +10,6 @@
 namespace sluice {
 namespace {
 
-std::size_t count_of(std::int64_t a, std::int64_t b, std::int64_t c = 1) {
-  return static_cast<std::size_t>(a * b * c);
-}
-
 // The layer whose selection a layer attends to: its own, or that of the latest one that selected.
 int source_of(const Policy& policy, int layer) {
   while (layer >= 0 && !policy.selects(layer)) --layer;
@@ -65,8 +61,8 @@ void SparseAttention::allocate_early() {
 SparseAttention::Report SparseAttention::make_report(Backend& backend, const IndexLayout& layout,
                                                      Tier tier) {
   const KvShape& shape = layout.shape;
-  const std::size_t heads = count_of(shape.layers, layout.batch, shape.kv_heads);
-  const std::size_t queries = count_of(shape.layers, layout.batch, shape.query_heads);
+  const auto heads = static_cast<std::size_t>(shape.layers * layout.batch * shape.kv_heads);
+  const auto queries = static_cast<std::size_t>(shape.layers * layout.batch * shape.query_heads);
   Report report;
   report.all = backend.allocate(tier, layout.selection_bytes().report);
   report.candidate_heads = reinterpret_cast<HeadSelection*>(report.all.data());

@@ -2,14 +2,12 @@
 
 #include <algorithm>
 
+#include "lib/bytes.h"
+
 namespace sluice {
 namespace {
 
 std::int64_t pages_of(std::int64_t tokens) { return (tokens + kPageTokens - 1) / kPageTokens; }
-
-std::size_t bytes_of(std::int64_t count, std::size_t size) {
-  return static_cast<std::size_t>(count) * size;
-}
 
 }  // namespace
 

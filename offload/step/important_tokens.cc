@@ -5,6 +5,7 @@
 #include <random>
 #include <string>
 
+#include "lib/bytes.h"
 #include "lib/check.h"
 #include "offload/step/kv_pool.h"
 #include "sluice/errors.h"
@@ -18,10 +19,6 @@ static_assert(kProbes <= ChooseTokensParams::kMostProbes);
 // this, so that the result does not depend on the chunk size.
 constexpr std::int64_t kBlock = 512;
 constexpr std::uint64_t kSeed = 20241011;
-
-std::size_t bytes_of(std::int64_t count, std::size_t size) {
-  return static_cast<std::size_t>(count) * size;
-}
 
 }  // namespace
 
