@@ -215,7 +215,25 @@ void Decoder::feed_forward(int layer, const Matrix& x) {
   });
 }
 
-void Decoder::step(std::span<const TokenId> tokens, Phase phase, KvSession& session) {
+// A device works behind the host. For steps so long that a wait between layers is nothing, `stops`
+// is asked when the layer before has been computed, not only issued.
+bool Decoder::is_stopped(int layer, std::int64_t tokens, SoloStep& step, const Stop& stops) {
+  constexpr std::int64_t kLongStep = 1024;
+  if (!stops || layer == 0 || !step.is_cancellable()) return false;
+  if (tokens >= kLongStep) queue_->synchronize();
+  bool is_stopped = false;
+  try {
+    is_stopped = stops();
+  } catch (...) {
+    step.cancel();
+    throw;
+  }
+  if (is_stopped) step.cancel();
+  return is_stopped;
+}
+
+bool Decoder::step(std::span<const TokenId> tokens, Phase phase, KvSession& session,
+                   const Stop& stops) {
   const auto count = static_cast<std::int64_t>(tokens.size());
   check(&session.pool()->queue() == queue_, "a session that works on another queue");
   const QueueRange range(*queue_, {to_string(phase), -1, count});
@@ -223,6 +241,7 @@ void Decoder::step(std::span<const TokenId> tokens, Phase phase, KvSession& sess
   const Matrix x = view(a_.x, DType::f32, count, config_.hidden_size);
   embed(tokens, x);
   for (int layer = 0; layer < config_.num_hidden_layers; ++layer) {
+    if (is_stopped(layer, count, step, stops)) return false;
     const QueueRange of_layer(*queue_, {"layer", layer});
     const Positions positions = {{}, session.length()};
     begin_early(layer + 1, Early::layer, x, positions, step);
@@ -234,6 +253,7 @@ void Decoder::step(std::span<const TokenId> tokens, Phase phase, KvSession& sess
     feed_forward(layer, x);
   }
   step.end();
+  return true;
 }
 
 void Decoder::restore(std::int64_t tokens, KvSession& session,

@@ -12,8 +12,11 @@
 #include "offload/step/kv_batch.h"
 #include "offload/step/kv_prompt.h"
 #include "offload/step/kv_session.h"
+#include "sluice/engine.h"
 
 namespace sluice {
+
+class SoloStep;
 
 class Decoder {
  public:
@@ -24,8 +27,11 @@ class Decoder {
   void allocate(std::int64_t chunk);
   bool is_allocated() const { return a_.x.data() != nullptr; }
 
-  // Runs the layers over `tokens` and appends them to `session`. Throws what the session throws.
-  void step(std::span<const TokenId> tokens, Phase phase, KvSession& session);
+  // Runs the layers over `tokens` and appends them to `session`. `stops`, if set, is asked between
+  // two layers where the step can be given up; once it returns true, so is the step, and the
+  // session has the tokens it had before. Returns false then. Throws what the session throws.
+  bool step(std::span<const TokenId> tokens, Phase phase, KvSession& session,
+            const Stop& stops = {});
 
   // Appends the rows of the next `tokens` tokens, up to the session's chunk, which were computed
   // before: `read(layer)` returns the rows of every KV head, in the backend's host memory, which
@@ -98,6 +104,9 @@ class Decoder {
     Buffer early_normed;  // [2, up to kMostBatch, hidden] compute dtype, layers in turns
     Buffer early_qkv;     // as qkv, for up to kMostBatch tokens
   };
+
+  // Gives up the step before `layer` if `stops` says so.
+  bool is_stopped(int layer, std::int64_t tokens, SoloStep& step, const Stop& stops);
 
   // Positions of tokens in their sequences: those of a batch, or consecutive ones.
   struct Positions {

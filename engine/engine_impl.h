@@ -192,16 +192,18 @@ struct Session::Impl {
   // Tokens that the next decode step may take.
   std::int64_t decode_room() const;
 
-  std::span<const float> prefill(std::span<const TokenId> tokens, const Progress& progress);
+  std::span<const float> prefill(std::span<const TokenId> tokens, const Progress& progress,
+                                 const Stop& stops);
   // A prompt under a policy whose prefill is sparse.
-  std::span<const float> sparse_prefill(std::span<const TokenId> tokens, const Progress& progress);
+  std::span<const float> sparse_prefill(std::span<const TokenId> tokens, const Progress& progress,
+                                        const Stop& stops);
   // Runs `tokens` in steps of the planned chunk and calls each(first, count) after every step;
-  // other calls may compute between steps. Returns false if `progress` stopped it. A failed run
-  // restores the tokens from before, unless the session cannot go on.
-  bool run(Turn& turn, std::span<const TokenId> tokens, const Progress& progress,
+  // other calls may compute between steps. Returns false if `progress` or `stops` stopped it. A
+  // failed run restores the tokens from before, unless the session cannot go on.
+  bool run(Turn& turn, std::span<const TokenId> tokens, const Progress& progress, const Stop& stops,
            const std::function<void(std::int64_t, std::int64_t)>& each);
   bool run_pieces(Turn& turn, std::span<const TokenId> tokens, const Progress& progress,
-                  const std::function<void(std::int64_t, std::int64_t)>& each);
+                  const Stop& stops, const std::function<void(std::int64_t, std::int64_t)>& each);
   // Copies the logits after a token of the last step into `logits`, so that they outlive the step.
   std::span<const float> keep(std::span<const float> row);
 };

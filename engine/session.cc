@@ -159,10 +159,11 @@ std::int64_t Session::Impl::decode_room() const {
 }
 
 std::span<const float> Session::Impl::sparse_prefill(std::span<const TokenId> tokens,
-                                                     const Progress& progress) {
+                                                     const Progress& progress, const Stop& stops) {
   const auto total = static_cast<std::int64_t>(tokens.size());
   const std::int64_t before = kv.length();
   const bool whole = engine->decoder->prompt(tokens, kv, grant->prompt(), [&](double share) {
+    if (stops && stops()) return false;
     return !progress ||
            progress(static_cast<std::int64_t>(share * static_cast<double>(total)), total);
   });
@@ -178,23 +179,24 @@ std::span<const float> Session::Impl::sparse_prefill(std::span<const TokenId> to
 }
 
 std::span<const float> Session::Impl::prefill(std::span<const TokenId> tokens,
-                                              const Progress& progress) {
+                                              const Progress& progress, const Stop& stops) {
   Turn turn(*engine, *this);
   require(tokens);
   if (!uncorrected.empty()) correct();
-  if (kv.policy().prefill.tau > 0.0) return sparse_prefill(tokens, progress);
+  if (kv.policy().prefill.tau > 0.0) return sparse_prefill(tokens, progress, stops);
   std::int64_t last = 0;
   const auto remember = [&](std::int64_t, std::int64_t count) { last = count - 1; };
-  if (!run(turn, tokens, progress, remember)) return {};
+  if (!run(turn, tokens, progress, stops, remember)) return {};
   return keep(engine->decoder->logits(last, 1));
 }
 
 bool Session::Impl::run(Turn& turn, std::span<const TokenId> tokens, const Progress& progress,
+                        const Stop& stops,
                         const std::function<void(std::int64_t, std::int64_t)>& each) {
   require(tokens);
   const std::int64_t before = kv.length();
   try {
-    return run_pieces(turn, tokens, progress, each);
+    return run_pieces(turn, tokens, progress, stops, each);
   } catch (...) {
     // Another session may have taken the free blocks, or a callback threw.
     if (!kv.in_step()) kv.truncate(before);
@@ -203,20 +205,20 @@ bool Session::Impl::run(Turn& turn, std::span<const TokenId> tokens, const Progr
 }
 
 bool Session::Impl::run_pieces(Turn& turn, std::span<const TokenId> tokens,
-                               const Progress& progress,
+                               const Progress& progress, const Stop& stops,
                                const std::function<void(std::int64_t, std::int64_t)>& each) {
   const auto total = static_cast<std::int64_t>(tokens.size());
   kv.expect(total);
   for (std::int64_t first = 0; first < total;) {
     if (first > 0) turn.pause();
-    if (progress && !progress(first, total)) {
+    if ((stops && stops()) || (progress && !progress(first, total))) {
       engine->queue->synchronize();
       return false;
     }
     const std::int64_t count = std::min(kv.prompt_room(), total - first);
     const std::span<const TokenId> chunk =
         tokens.subspan(static_cast<std::size_t>(first), static_cast<std::size_t>(count));
-    engine->decoder->step(chunk, Phase::prefill, kv);
+    if (!engine->decoder->step(chunk, Phase::prefill, kv, stops)) return false;
     remember(chunk);
     each(first, count);
     first += count;
@@ -254,9 +256,10 @@ Session Session::sibling() {
   return Session(std::make_shared<Impl>(impl().engine, KvSession(impl().kv.pool()), impl().grant));
 }
 
-std::span<const float> Session::prefill(std::span<const TokenId> tokens, const Progress& progress) {
+std::span<const float> Session::prefill(std::span<const TokenId> tokens, const Progress& progress,
+                                        const Stop& stops) {
   const std::shared_ptr<Impl> self = share();
-  const std::span<const float> logits = self->prefill(tokens, progress);
+  const std::span<const float> logits = self->prefill(tokens, progress, stops);
   // A callback may have ended the session, which owns the memory of the logits.
   return self.use_count() == 1 ? std::span<const float>() : logits;
 }
@@ -343,8 +346,8 @@ class AllPages {
 
 std::span<const float> Session::prefill_each(
     std::span<const TokenId> tokens,
-    const std::function<void(std::size_t, std::span<const float>)>& each,
-    const Progress& progress) {
+    const std::function<void(std::size_t, std::span<const float>)>& each, const Progress& progress,
+    const Stop& stops) {
   const std::shared_ptr<Impl> self = share();
   Turn turn(*self->engine, *self);
   self->require(tokens);
@@ -362,7 +365,7 @@ std::span<const float> Session::prefill_each(
       self->keep(logits.last(vocabulary));
     }
   };
-  if (!self->run(turn, tokens, progress, give)) return {};
+  if (!self->run(turn, tokens, progress, stops, give)) return {};
   return self.use_count() == 1 ? std::span<const float>() : self->logits;
 }
 
@@ -374,7 +377,7 @@ std::vector<float> Session::score(std::span<const TokenId> tokens, const Progres
   const AllPages all(self->kv);
   std::vector<float> scores;
   const auto vocabulary = static_cast<std::size_t>(self->engine->info.vocabulary);
-  self->run(turn, tokens, progress, [&](std::int64_t first, std::int64_t count) {
+  self->run(turn, tokens, progress, {}, [&](std::int64_t first, std::int64_t count) {
     const std::int64_t scored =
         std::min(count, static_cast<std::int64_t>(tokens.size()) - 1 - first);
     for (std::int64_t row = 0; row < scored; row += Decoder::kLogitRows) {

@@ -286,15 +286,16 @@ void Scheduler::run_prompt(Sequence& sequence, bool others_decode) {
   const Progress progress = [&](std::int64_t done, std::int64_t) {
     return goes_on(sequence) && (done == 0 || is_whole || !has_arrivals_);
   };
+  const Stop stops = [&] { return !goes_on(sequence); };  // within a chunk, too
   std::span<const float> logits;
   const bool runs = guarded(sequence, [&] {
     if (sequence.scores_prompt()) {
       const auto each = [&](std::size_t i, std::span<const float> after) {
         sequence.score_prompt(begun + static_cast<std::int64_t>(i), after);
       };
-      logits = sequence.session->prefill_each(piece, each, progress);
+      logits = sequence.session->prefill_each(piece, each, progress, stops);
     } else {
-      logits = sequence.session->prefill(piece, progress);
+      logits = sequence.session->prefill(piece, progress, stops);
     }
   });
   if (!runs) return;

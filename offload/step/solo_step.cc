@@ -158,6 +158,19 @@ void SoloStep::end() {
                    std::move(selection));
 }
 
+bool SoloStep::is_cancellable() const {
+  const bool begins_page = range_.first % kPageTokens == 0;
+  return is_run_ && (pool_->disk() == nullptr || begins_page);
+}
+
+void SoloStep::cancel() {
+  check(is_cancellable() && !is_over_, "a step that cannot be cancelled");
+  is_over_ = true;
+  pool_->settle();
+  pool_->queue().synchronize();
+  session_->roll_back();
+}
+
 void SoloStep::end_restored() {
   end();
   session_->ledger().drop_tokens();

@@ -27,6 +27,12 @@ class SoloStep {
   // Throws Error{usage} if a layer has no rows, and Error{numeric} if a selection met a NaN or an
   // infinity.
   void end();
+  // Returns true if cancel() may end the step at this point. Not in decode steps, and not behind a
+  // part of a page whose rows lie on no disk yet while the page is written anew.
+  bool is_cancellable() const;
+  // Gives up the step between two layers: the session has the tokens that it had before, and the
+  // ledger counts what moved. Waits for the work.
+  void cancel();
   // Ends a step of rows that were computed before: the ledger counts what they moved, but no
   // tokens.
   void end_restored();

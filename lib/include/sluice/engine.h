@@ -273,6 +273,10 @@ class Engine {
 // If it throws, the session keeps the tokens that it had before the call.
 using Progress = std::function<bool(std::int64_t done, std::int64_t total)>;
 
+// Asked between the layers of a prompt's chunk, on the thread that computes, so it should only
+// look: at a flag that another thread sets, or at the clock.
+using Stop = std::function<bool()>;
+
 // The memory that sessions share, as one of them finds it, in tokens of whole blocks (128 each).
 struct SessionRoom {
   std::int64_t free = 0;  // tokens that any of the sessions may take
@@ -295,18 +299,22 @@ class Session {
   Session sibling();
 
   // Appends tokens. Returns the logits [vocabulary] after the last one, valid until this session's
-  // next call; empty if `progress` stopped it. Throws Error{prompt} if `tokens` is empty or does
+  // next call; empty if `progress` or `stops` stopped it. Once `stops` returns true, the chunk
+  // being computed is given up after its layer, and the tokens of the chunks before stay; only
+  // behind a part of a page (128 tokens) of a session with rows on disk it is computed to its end.
+  // A prompt under `prefill=zipvl` keeps none. Throws Error{prompt} if `tokens` is empty or does
   // not fit the planned context. Under `prefill=zipvl` throws Error{unsupported}, before anything
   // is computed, if the rows cannot be contiguous: for forks, and if sessions that share memory
   // leave no run of rows that long (plan a session that shares none).
-  std::span<const float> prefill(std::span<const TokenId> tokens, const Progress& progress = {});
+  std::span<const float> prefill(std::span<const TokenId> tokens, const Progress& progress = {},
+                                 const Stop& stops = {});
   // The same, and each(i, logits) gets the logits [vocabulary] after every token, valid during the
   // call. Attends to every token, whatever the policy's prefill says. If `each` throws, the session
   // keeps the tokens that it had before the call.
   std::span<const float> prefill_each(
       std::span<const TokenId> tokens,
       const std::function<void(std::size_t, std::span<const float>)>& each,
-      const Progress& progress = {});
+      const Progress& progress = {}, const Stop& stops = {});
   // Appends one generated token. With a policy that corrects, every T-th call first recomputes the
   // last T tokens densely.
   std::span<const float> decode(TokenId token);
