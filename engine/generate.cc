@@ -61,7 +61,7 @@ class GeneratingSession {
   explicit GeneratingSession(const Session& session) : own_(session.share()) {}
 
   Session* operator->() { return &own_; }
-  const Session& operator*() const { return own_; }
+  Session& operator*() { return own_; }
 
   // Call at the start and after every decoded token.
   void note_length() { length_ = own_.length(); }
@@ -103,13 +103,54 @@ std::vector<TokenId> penalized_tokens(const GenerateOptions& options,
   return tokens;
 }
 
+// Draws tokens, under the constraint if there is one.
+class Draw {
+ public:
+  Draw(const Engine& engine, const GenerateOptions& options, const Sampler& sampler)
+      : sampler_(&sampler) {
+    if (options.constraint) cursor_.emplace(*options.constraint);
+    if (options.ignore_eos) return;
+    ends_ = engine.info().eos;
+    ends_.insert(ends_.end(), options.end_tokens.begin(), options.end_tokens.end());
+  }
+
+  TokenId from(std::span<const float> logits, std::span<const TokenId> history,
+               std::int64_t position) {
+    if (!cursor_) return sampler_->next(logits, history, position);
+    allowed_.assign(logits.begin(), logits.end());
+    cursor_->mask(ends_, allowed_);
+    return sampler_->next(allowed_, history, position);
+  }
+  // Appends a token and draws the next.
+  TokenId decode(Session& session, TokenId token, std::span<const TokenId> history) {
+    if (!cursor_) return session.decode(token, *sampler_, history);
+    const std::span<const float> logits = session.decode(token);
+    return from(logits, history, session.length());
+  }
+
+  // Goes on behind a token that ends nothing. Returns true if only the end can follow.
+  bool is_last(TokenId id) {
+    if (!cursor_) return false;
+    cursor_->take(id);
+    return cursor_->is_final();
+  }
+  bool is_end(TokenId id) const { return std::find(ends_.begin(), ends_.end(), id) != ends_.end(); }
+  bool is_free() const { return !cursor_; }
+
+ private:
+  const Sampler* sampler_;
+  std::vector<TokenId> ends_;  // that end the answer
+  std::optional<ConstraintCursor> cursor_;
+  std::vector<float> allowed_;
+};
+
 // Decodes a prompt of one token behind others, so that the result equals that of an answer that was
 // not cut off there. `progress` is called as for a prefill.
-std::optional<TokenId> decode_prompt(GeneratingSession& own, TokenId token, const Sampler& sampler,
+std::optional<TokenId> decode_prompt(GeneratingSession& own, TokenId token, Draw& draw,
                                      std::span<const TokenId> history, const Progress& progress) {
   const std::int64_t before = own->length();
   if (!progress(0, 1) || !own.goes_on()) return {};
-  const TokenId next = own->decode(token, sampler, history);
+  const TokenId next = draw.decode(*own, token, history);
   own.note_length();
   try {
     if (!progress(1, 1) || !own.goes_on()) return {};
@@ -122,21 +163,23 @@ std::optional<TokenId> decode_prompt(GeneratingSession& own, TokenId token, cons
 
 // Appends the prompt and draws the token after it; none if a callback stopped that.
 std::optional<TokenId> first_token(GeneratingSession& own, std::span<const TokenId> prompt,
-                                   const Sampler& sampler, std::span<const TokenId> history,
-                                   const Progress& progress) {
+                                   Draw& draw, std::span<const TokenId> history,
+                                   const Progress& progress, const Stop& stops) {
   own.note_length();
   if (prompt.size() == 1 && own->length() > 0) {
-    return decode_prompt(own, prompt[0], sampler, history, progress);
+    return decode_prompt(own, prompt[0], draw, history, progress);
   }
   bool goes_on = true;
-  const std::span<const float> logits =
-      own->prefill(prompt, [&](std::int64_t done, std::int64_t of) {
+  const std::span<const float> logits = own->prefill(
+      prompt,
+      [&](std::int64_t done, std::int64_t of) {
         goes_on = progress(done, of);
         return goes_on;
-      });
+      },
+      stops);
   own.note_length();
-  if (!goes_on || !own.goes_on()) return {};
-  return sampler.next(logits, history, own->length());
+  if (!goes_on || logits.empty() || !own.goes_on()) return {};
+  return draw.from(logits, history, own->length());
 }
 
 }  // namespace
@@ -174,27 +217,26 @@ namespace {
 // The answer as it grows, and why it ends.
 class Answer {
  public:
-  Answer(const Engine& engine, const GenerateOptions& options, const Sampler& sampler,
+  Answer(const Engine& engine, const GenerateOptions& options, const Sampler& sampler, Draw& draw,
          std::vector<TokenId> penalized, GenerateResult& result)
       : options_(&options),
         result_(&result),
+        draw_(&draw),
         stream_(engine.tokenizer(), options, result.text),
         penalizes_(sampler.penalizes()),
-        penalized_(std::move(penalized)) {
-    if (options.ignore_eos) return;
-    ends_ = engine.info().eos;
-    ends_.insert(ends_.end(), options.end_tokens.begin(), options.end_tokens.end());
-  }
+        penalized_(std::move(penalized)) {}
 
   // Takes a token that was drawn. Returns false if it ends the answer.
   bool take(TokenId id) {
     result_->pending = id;
-    if (std::find(ends_.begin(), ends_.end(), id) != ends_.end()) {
+    if (draw_->is_end(id)) {
       return end(stream_.push_end(id) ? FinishReason::stop_string : FinishReason::end_of_text);
     }
     result_->tokens.push_back(id);
     if (penalizes_) penalized_.push_back(id);
+    const bool is_last = draw_->is_last(id);
     if (stream_.push(id)) return end(FinishReason::stop_string);
+    if (is_last) return end(FinishReason::end_of_text);
     return left() > 0 || end(FinishReason::max_tokens);
   }
   bool end(FinishReason reason) {
@@ -218,8 +260,8 @@ class Answer {
  private:
   const GenerateOptions* options_;
   GenerateResult* result_;
+  Draw* draw_;
   TextStream stream_;
-  std::vector<TokenId> ends_;
   bool penalizes_;
   std::vector<TokenId> penalized_;
   bool has_ended_ = false;
@@ -234,6 +276,9 @@ GenerateResult generate(const Engine& engine, Session& session, std::span<const 
     throw Error(ErrorCode::usage, "`drafts` " + std::to_string(options.drafts) + ": give 1 to " +
                                       std::to_string(kMostDrafts));
   }
+  if (options.constraint && (options.ignore_eos || options.drafter != nullptr)) {
+    throw Error(ErrorCode::usage, "`constraint` takes neither `ignore_eos` nor a `drafter`");
+  }
   if (prompt.empty()) throw Error(ErrorCode::prompt, "the prompt is empty; give some text");
   require_room(session, prompt.size(), options.sampling.max_tokens);
   if (options.drafter != nullptr) session.draft_room();  // throws if drafts were not planned for
@@ -241,18 +286,20 @@ GenerateResult generate(const Engine& engine, Session& session, std::span<const 
 
   GenerateResult result;
   const Sampler sampler(options.sampling);
-  Answer answer(engine, options, sampler, penalized_tokens(options, prompt), result);
+  Draw draw(engine, options, sampler);
+  Answer answer(engine, options, sampler, draw, penalized_tokens(options, prompt), result);
   Speculation speculation(options.drafter, options.drafts, engine.info().weight_bytes);
   std::vector<TokenId> tokens;  // of the session, and the latest
   Timings& timings = result.timings;
   const Stopwatch total;
   GeneratingSession own(session);
   sampler.require_history(options.history, static_cast<std::size_t>(engine.info().vocabulary));
-  const std::optional<TokenId> first = first_token(
-      own, prompt, sampler, answer.penalized(), [&](std::int64_t done, std::int64_t of) {
-        timings.prefill_tokens = done;
-        return (!options.on_prefill || options.on_prefill(done, of)) && !interrupted();
-      });
+  const Progress progress = [&](std::int64_t done, std::int64_t of) {
+    timings.prefill_tokens = done;
+    return (!options.on_prefill || options.on_prefill(done, of)) && !interrupted();
+  };
+  const std::optional<TokenId> first =
+      first_token(own, prompt, draw, answer.penalized(), progress, interrupted);
   timings.prefill_seconds = total.seconds();
   if (!first) {
     result.reason = FinishReason::interrupted;
@@ -275,12 +322,17 @@ GenerateResult generate(const Engine& engine, Session& session, std::span<const 
       answer.end(FinishReason::interrupted);
       break;
     }
-    const Drafts drafts = speculation.next(tokens, answer.left() - 1, *own, sampler);
-    const std::vector<TokenId> drawn =
-        own->decode(*result.pending, drafts.tokens, sampler, answer.penalized(), take);
+    if (draw.is_free()) {
+      const Drafts drafts = speculation.next(tokens, answer.left() - 1, *own, sampler);
+      const std::vector<TokenId> drawn =
+          own->decode(*result.pending, drafts.tokens, sampler, answer.penalized(), take);
+      timings.decode_tokens += std::ssize(drawn);
+      speculation.note(drafts, drawn.size() - 1);
+    } else {
+      take(draw.decode(*own, *result.pending, answer.penalized()));
+      ++timings.decode_tokens;
+    }
     own.note_length();
-    timings.decode_tokens += std::ssize(drawn);
-    speculation.note(drafts, drawn.size() - 1);
     if (options.on_decode) options.on_decode(*own);
   }
   answer.finish();

@@ -94,6 +94,8 @@ void Batcher::Impl::validate(const Request& request) const {
   params.validate();
   const int vocabulary = engine->info().vocabulary;
   request.rules.validate(vocabulary);
+  require(!request.constraint || !request.ignore_eos,
+          "`ignore_eos` cannot be used beside a constraint, which ends the text");
   require_within(request.choices, 1, options.running, "choices");
   if (request.logprobs) require_within(*request.logprobs, 0, kMostTop, "logprobs");
   if (request.prompt_logprobs) {

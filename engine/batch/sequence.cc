@@ -26,6 +26,10 @@ Sequence::Sequence(std::shared_ptr<Job> job, int choice, const Tokenizer* tokeni
       tokens_(job_->request.prompt),
       prompt_size_(std::ssize(job_->request.prompt)) {
   if (tokenizer != nullptr) text_.emplace(*tokenizer, request().sampling.stop);
+  if (request().constraint) constraint_.emplace(*request().constraint);
+  if (request().ignore_eos) return;
+  ends_ = info.eos;
+  ends_.insert(ends_.end(), request().end_tokens.begin(), request().end_tokens.end());
 }
 
 bool Sequence::before(const Sequence& other) const {
@@ -52,7 +56,7 @@ void Sequence::score_prompt(std::int64_t position, std::span<const float> logits
 }
 
 bool Sequence::wants_logits() const {
-  return request().logprobs || !request().rules.empty() || sampler_.penalizes();
+  return request().logprobs || !request().rules.empty() || sampler_.penalizes() || constraint_;
 }
 
 StepToken Sequence::step_token() {
@@ -80,17 +84,19 @@ std::optional<FinishReason> Sequence::decode_drafts(int most, Meter& meter) {
   return reason;
 }
 
+TokenId Sequence::draw(std::span<const float> logits) {
+  const std::int64_t position = session->length();
+  if (request().rules.empty() && !constraint_) return sampler_.next(logits, tokens_, position);
+  std::vector<float> changed(logits.begin(), logits.end());
+  request().rules.apply(answer(), changed);
+  if (constraint_) constraint_->mask(ends_, changed);
+  return sampler_.next(changed, tokens_, position);
+}
+
 std::optional<FinishReason> Sequence::take(std::span<const float> logits, Meter& meter) {
   if (request().sampling.max_tokens == 0) return FinishReason::max_tokens;
-  const std::int64_t position = session->length();
   ScoredToken token;
-  if (request().rules.empty()) {
-    token.token = sampler_.next(logits, tokens_, position);
-  } else {
-    std::vector<float> changed(logits.begin(), logits.end());
-    request().rules.apply(answer(), changed);
-    token.token = sampler_.next(changed, tokens_, position);
-  }
+  token.token = draw(logits);
   token.logprob = std::numeric_limits<float>::quiet_NaN();
   if (request().logprobs) token = score_token(logits, token.token, *request().logprobs);
   return append(std::move(token), meter);
@@ -117,21 +123,20 @@ void Sequence::note_token(Meter& meter) {
 std::optional<FinishReason> Sequence::append(ScoredToken token, Meter& meter) {
   const TokenId id = token.token;
   note_token(meter);
-  const auto is_end = [&](std::span<const TokenId> ends) {
-    return std::find(ends.begin(), ends.end(), id) != ends.end();
-  };
-  if (!request().ignore_eos && (is_end(info_->eos) || is_end(request().end_tokens))) {
+  if (std::find(ends_.begin(), ends_.end(), id) != ends_.end()) {
     if (!text_) return FinishReason::end_of_text;
     std::string text = text_->push_end(id);
     if (!text.empty()) job_->out->put({choice_, std::move(text), {}, {}});
     return text_->stopped() ? FinishReason::stop_string : FinishReason::end_of_text;
   }
+  if (constraint_) constraint_->take(id);
   tokens_.push_back(id);
   job_->out->change_usage([](Usage& usage) { ++usage.answer_tokens; });
   Piece piece = {choice_, text_ ? text_->push(id) : std::string(), {}, {}};
   piece.tokens.push_back(std::move(token));
   job_->out->put(std::move(piece));
   if (text_ && text_->stopped()) return FinishReason::stop_string;
+  if (constraint_ && constraint_->is_final()) return FinishReason::end_of_text;
   if (std::ssize(answer()) == request().sampling.max_tokens) return FinishReason::max_tokens;
   return std::nullopt;
 }

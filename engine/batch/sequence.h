@@ -89,6 +89,8 @@ class Sequence {
 
  private:
   bool wants_logits() const;
+  // The draw from logits under rules and constraint.
+  TokenId draw(std::span<const float> logits);
   std::optional<FinishReason> append(ScoredToken token, Meter& meter);
   void note_token(Meter& meter);
 
@@ -99,6 +101,8 @@ class Sequence {
   std::optional<AnswerText> text_;
   std::vector<TokenId> tokens_;
   std::int64_t prompt_size_;
+  std::optional<ConstraintCursor> constraint_;
+  std::vector<TokenId> ends_;  // tokens that end the answer
   std::vector<ScoredToken> prompt_scores_;
   bool prompt_scored_ = false;
   std::optional<Clock::time_point> last_token_;

@@ -18,6 +18,7 @@
 #include <string>
 #include <vector>
 
+#include "sluice/constraint.h"
 #include "sluice/engine.h"
 #include "sluice/errors.h"
 #include "sluice/generate.h"
@@ -42,7 +43,8 @@ struct BatcherOptions {
   double prefill_ms = 0.0;
   // Most tokens that a step of one sequence alone guesses from its context (sluice/drafter.h), 0
   // (none) to 63. Sequences that take a step together get no drafts, because their step reads the
-  // weights once for all of them; neither do requests with log probabilities, rules or penalties.
+  // weights once for all of them; neither do requests with log probabilities, rules, penalties or a
+  // constraint.
   int drafts = 0;
   std::optional<std::uint64_t> device_memory;  // caps on the pool, see SessionOptions
   std::optional<std::uint64_t> host_memory;
@@ -53,6 +55,10 @@ struct Request {
   // Choice i draws with seed + i. max_tokens may be 0, to compute only the prompt.
   SamplingParams sampling;
   LogitRules rules;
+  // The text that every answer has to be; applied after `rules`, of the engine's tokenizer. The
+  // answer ends with FinishReason::end_of_text where the text is whole and the model ends it, or
+  // nothing can follow. Not with `ignore_eos`.
+  std::optional<Constraint> constraint;
   std::vector<TokenId> end_tokens;  // end the text, besides the model's EOS tokens
   bool ignore_eos = false;
   int choices = 1;                   // answers to the prompt, 1 to `running`
@@ -104,8 +110,8 @@ class Stream {
   std::optional<Piece> next_within(std::chrono::milliseconds timeout);
   // Returns true once all pieces have been read and no more will come.
   bool ended() const;
-  // Ends the request's choices with FinishReason::interrupted, after the step or the chunk of a
-  // prompt that is being computed.
+  // Ends the request's choices with FinishReason::interrupted, after the step or, in a prompt, the
+  // layer that is being computed.
   void cancel();
 
   Usage usage() const;

@@ -9,6 +9,7 @@
 #include <string_view>
 #include <vector>
 
+#include "sluice/constraint.h"
 #include "sluice/drafter.h"
 #include "sluice/engine.h"
 #include "sluice/sampling.h"
@@ -42,12 +43,18 @@ struct GenerateOptions {
   SamplingParams sampling;
   std::vector<TokenId> end_tokens;  // end the text, besides the model's EOS tokens
   bool ignore_eos = false;          // neither EOS nor `end_tokens` end the text
+  // The text that the answer has to be, for the engine's tokenizer. It ends with
+  // FinishReason::end_of_text where the text is whole and the model ends it, or nothing can follow.
+  // Neither with `ignore_eos` nor with a drafter.
+  std::optional<Constraint> constraint;
   // Tokens before the prompt that the repetition penalty also covers.
   std::vector<TokenId> history;
   Progress on_prefill;                                 // see Session::prefill
   std::function<void(std::string_view text)> on_text;  // whole characters, as generated
   std::function<void(const Session&)> on_decode;       // after every decode step of the answer
-  const std::atomic<bool>* interrupt = nullptr;        // ends cleanly once another thread sets it
+  // Ends cleanly once another thread sets it: after the token, or the layer of the prompt's chunk,
+  // that is being computed.
+  const std::atomic<bool>* interrupt = nullptr;
   // Guesses tokens, up to `drafts` a step, which are verified together; null: a token per step.
   // Fewer are verified while few are accepted. The session needs a decode_batch of drafts + 1.
   Drafter* drafter = nullptr;
@@ -69,7 +76,8 @@ struct GenerateResult {
 // Generates after `prompt` in `session`, which must have room for the prompt and max_tokens. A
 // prompt of one token after earlier tokens is decoded, so that it selects as the policy says.
 // Throws Error{prompt} for an empty prompt or one that does not fit, Error{usage} for bad sampling
-// parameters, `drafts` not 1 to 63, or a drafter where Session::draft_room() throws.
+// parameters, `drafts` not 1 to 63, a drafter where Session::draft_room() throws, or a constraint
+// beside a drafter or `ignore_eos`.
 //
 // A repetition penalty covers the tokens of `history`, of `prompt` and of the answer.
 //
