@@ -192,8 +192,12 @@ void check_corrections(const Policy& policy, const Scorers& scorers) {
           "correct has nothing to correct with select=dense, which takes correct=never only");
 }
 
-void check_prefill(const Policy& policy) {
+void check_prefill(const Policy& policy, const Scorers& scorers) {
   const SparsePrefill& prefill = policy.prefill;
+  require(prefill.tau == 0.0 || !scorers.at(policy.select).observes(),
+          "select=" + policy.select.name +
+              " looks at the prompt's queries, which prefill=zipvl does not show; it takes "
+              "prefill=dense or pages");
   require(prefill.tau >= 0.0 && prefill.tau <= 1.0,
           "the share of prefill=zipvl has to be above 0 and up to 1");
   require(prefill.pages >= 0.0 && prefill.pages <= 1.0,
@@ -285,7 +289,7 @@ void check_settings(const Policy& policy, const Scorers& scorers) {
   check_layers(policy, scorers);
   check_compensation(policy, scorers);
   check_corrections(policy, scorers);
-  check_prefill(policy);
+  check_prefill(policy, scorers);
   check_early(policy, scorers);
 }
 
@@ -343,7 +347,7 @@ void validate(const Policy& policy, const KvShape& shape, const Scorers& scorers
 }
 
 std::span<const Preset> presets() {
-  static constexpr std::array<Preset, 12> kPresets = {{
+  static constexpr std::array<Preset, 14> kPresets = {{
       {"dense", "select=dense", "exact attention to every token: the baseline"},
       {"streaming", "select=streaming sinks=4 recent=1020",
        "the first 4 and the newest 1020 tokens, where they stand (StreamingLLM, Xiao et al. 2023)"},
@@ -355,6 +359,11 @@ std::span<const Preset> presets() {
        "as many of Quest's tokens as carry 95% of the weight (Twilight, Lin et al. 2025)"},
       {"tidaldecode", "select=exact prune=top_k(512) dense=0,1 anchors=2,7 anchors_attend=all",
        "512 tokens that two layers select for all others (TidalDecode, Yang et al. 2024)"},
+      {"double_sparsity", "select=double_sparsity prune=top_k(1/16)",
+       "a sixteenth of the tokens by the widest channels (Double Sparsity, Yang et al. 2024); CPU"},
+      {"snapkv", "select=snapkv prune=top_p(0.9999)",
+       "1024 tokens that the prompt's last queries attend to, no others later (SnapKV, Li et al. "
+       "2024); CPU"},
       {"zipvl", "select=dense prefill=zipvl(0.975)",
        "prompts attend to important and near tokens, decoding is dense (ZipVL, He et al. 2024)"},
       {"sluice", "select=sparq candidates=1/16 prune=top_p(0.95) cap=256 compensate=mean_value",

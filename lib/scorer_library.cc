@@ -14,10 +14,11 @@ namespace {
 constexpr const char* kEntry = "sluice_scorer";
 
 // The layouts of kScorerVersion, of 64-bit machines.
-static_assert(kScorerVersion == 1 && sizeof(ScorerInfo) == 64 && sizeof(ScorerUse) == 80 &&
+static_assert(kScorerVersion == 2 && sizeof(ScorerInfo) == 64 && sizeof(ScorerUse) == 80 &&
                   sizeof(IndexNeeds) == 24 && sizeof(ScanExtent) == 16 &&
                   sizeof(BuildScorer) == 272 && sizeof(TruncateScorer) == 232 &&
-                  sizeof(RunScorer) == 288,
+                  sizeof(RunScorer) == 312 && sizeof(ObserveScorer) == 200 &&
+                  sizeof(ScorerCount) == 24,
               "a changed layout needs a new kScorerVersion");
 
 [[noreturn]] void refuse(ErrorCode code, const std::filesystem::path& path,

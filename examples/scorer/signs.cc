@@ -25,6 +25,11 @@ Page page_at(const PageLayout& layout, std::byte* page) {
   return {layout, reinterpret_cast<float*>(page), reinterpret_cast<std::uint32_t*>(page)};
 }
 
+ReadPage read_page(const PageLayout& layout, const std::byte* page) {
+  return {layout, reinterpret_cast<const float*>(page),
+          reinterpret_cast<const std::uint32_t*>(page)};
+}
+
 void build_page(const std::vector<float>& keys, const PageLayout& layout, const Page& page) {
   const int d = layout.head_dim;
   const auto key = [&](int token, int c) {
@@ -47,7 +52,7 @@ void build_page(const std::vector<float>& keys, const PageLayout& layout, const 
 }
 
 // The logits of a page's tokens for one query.
-void score_page(const float* q, const PageLayout& layout, const Page& page, float* logits) {
+void score_page(const float* q, const PageLayout& layout, const ReadPage& page, float* logits) {
   const int d = layout.head_dim;
   const float scale = 1.0f / std::sqrt(static_cast<float>(d));
   float base = 0.0f;  // of a token with no channel above the mean
@@ -112,13 +117,16 @@ void Signs::score(const sluice::RunScorer& call) const {
   const sluice::KvShape& shape = call.use.shape;
   const PageLayout layout{shape.head_dim};
   for (std::int64_t i = 0; i < call.batch.count; ++i) {
-    const sluice::BatchToken token = call.batch.tokens[i];
-    for (int query = 0; query < shape.query_heads; ++query) {
-      const float* const q = call.q + i * call.q_stride + query * shape.head_dim;
-      auto* const logits = call.logits.row<float>(i * shape.query_heads + query);
-      for (std::int64_t page = 0; page < token.pages(); ++page) {
-        std::byte* const at = call.memory.page(query / shape.group(), token.sequence, page);
-        score_page(q, layout, page_at(layout, at), logits + page * kPageTokens);
+    for (int head = 0; head < shape.kv_heads; ++head) {
+      for (std::int64_t number = 0; number < call.batch.tokens[i].pages(); ++number) {
+        // Read once, for all query heads that share it.
+        const ReadPage page =
+            read_page(layout, call.reads->page(i, head, number, 0, layout.bytes()));
+        for (int g = 0; g < shape.group(); ++g) {
+          const int query = head * shape.group() + g;
+          score_page(call.q + i * call.q_stride + query * shape.head_dim, layout, page,
+                     call.logits.row<float>(i * shape.query_heads + query) + number * kPageTokens);
+        }
       }
     }
   }

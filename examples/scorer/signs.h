@@ -24,15 +24,19 @@ struct PageLayout {
   }
 };
 
-// The parts of a page; `floats` and `bits` point to the same address.
-struct Page {
-  float* mean;
-  float* size;
-  std::uint32_t* signs;  // [kPageTokens, words]
+// The parts of a page that is written (float, std::uint32_t) or read (the same, const); `floats`
+// and `bits` point to the same address.
+template <typename Float, typename Bits>
+struct PageParts {
+  Float* mean;
+  Float* size;
+  Bits* signs;  // [kPageTokens, words]
 
-  constexpr Page(const PageLayout& layout, float* floats, std::uint32_t* bits)
+  constexpr PageParts(const PageLayout& layout, Float* floats, Bits* bits)
       : mean(floats), size(floats + layout.head_dim), signs(bits + 2 * layout.head_dim) {}
 };
+using Page = PageParts<float, std::uint32_t>;
+using ReadPage = PageParts<const float, const std::uint32_t>;
 
 class Signs : public sluice::Scorer {
  public:

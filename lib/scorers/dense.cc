@@ -9,6 +9,7 @@ class Dense : public Scorer {
  public:
   Dense() : Scorer({"dense", ScorerInfo::Kind::dense}) {}
   bool runs_on(Processor /*processor*/) const override { return true; }
+  bool by_backend() const override { return true; }
   void score(const RunScorer& /*call*/) const override {
     sluice::check(false, "dense scores none");
   }

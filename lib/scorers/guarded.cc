@@ -30,6 +30,12 @@ class Guarded : public Scorer {
   void truncate(const TruncateScorer& call) const override {
     guarded("truncate", [&] { scorer_->truncate(call); });
   }
+  bool observes() const override {
+    return guarded("observes", [&] { return scorer_->observes(); });
+  }
+  void observe(const ObserveScorer& call) const override {
+    guarded("observe", [&] { scorer_->observe(call); });
+  }
   std::uint64_t bytes_read(const ScorerUse& use, const ScanExtent& extent) const override {
     return guarded("bytes_read", [&] { return scorer_->bytes_read(use, extent); });
   }
@@ -39,9 +45,27 @@ class Guarded : public Scorer {
 
   void score(const RunScorer& call) const override {
     guarded("score", [&] { scorer_->score(call); });
+    if (call.reads != nullptr) require_declared(call);
   }
 
  private:
+  // What was read on the host, against what bytes_read() says of every KV head of a token.
+  void require_declared(const RunScorer& call) const {
+    for (std::int64_t i = 0; i < call.batch.count; ++i) {
+      ScanExtent extent = call.extent;
+      extent.pages = call.batch.tokens[i].pages();
+      const std::uint64_t declared = bytes_read(call.use, extent);
+      for (int head = 0; head < call.use.shape.kv_heads; ++head) {
+        const std::uint64_t read = call.reads->count(i, head).all_bytes(call.use.shape);
+        if (read <= declared) continue;
+        fail(ErrorCode::unsupported, "score",
+             "read " + std::to_string(read) + " bytes for KV head " + std::to_string(head) +
+                 " behind " + std::to_string(extent.pages) +
+                 " pages, and bytes_read() declares at most " + std::to_string(declared));
+      }
+    }
+  }
+
   [[noreturn]] void fail(ErrorCode code, const char* where, const std::string& what) const {
     throw Error(code, "the scorer '" + info().name + "' in " + where + "(): " + what);
   }

@@ -9,6 +9,7 @@ class Int4 : public Scorer {
  public:
   Int4() : Scorer({"int4", ScorerInfo::Kind::logits}) {}
   bool runs_on(Processor /*processor*/) const override { return true; }
+  bool by_backend() const override { return true; }
   bool digests() const override { return true; }
   IndexNeeds needs(const ScorerUse& /*use*/) const override { return {.tiles = true}; }
   void score(const RunScorer& call) const override { estimate(call, Selector::int4); }

@@ -14,5 +14,8 @@ std::shared_ptr<const Scorer> make_exact();
 std::shared_ptr<const Scorer> make_int4();
 std::shared_ptr<const Scorer> make_quest();
 std::shared_ptr<const Scorer> make_sparq();
+// On the host only, by what sluice/scorer.h has for every scorer.
+std::shared_ptr<const Scorer> make_double_sparsity();
+std::shared_ptr<const Scorer> make_snapkv();
 
 }  // namespace sluice::scorers

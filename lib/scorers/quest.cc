@@ -9,6 +9,7 @@ class Quest : public Scorer {
  public:
   Quest() : Scorer({"quest", ScorerInfo::Kind::bounds}) {}
   bool runs_on(Processor /*processor*/) const override { return true; }
+  bool by_backend() const override { return true; }
   IndexNeeds needs(const ScorerUse& /*use*/) const override { return {.bounds = true}; }
   void score(const RunScorer& call) const override { estimate(call, Selector::quest); }
   std::uint64_t bytes_read(const ScorerUse& use, const ScanExtent& extent) const override {

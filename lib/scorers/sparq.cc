@@ -15,6 +15,7 @@ class Sparq : public Scorer {
                 ScorerInfo::Kind::logits,
                 {{.name = "r", .least = 1.0, .range = "1 to head_dim"}}}) {}
   bool runs_on(Processor /*processor*/) const override { return true; }
+  bool by_backend() const override { return true; }
   bool digests() const override { return true; }
   bool reads_channels() const override { return true; }
 

@@ -9,6 +9,7 @@ class Streaming : public Scorer {
  public:
   Streaming() : Scorer({"streaming", ScorerInfo::Kind::fixed}) {}
   bool runs_on(Processor /*processor*/) const override { return true; }
+  bool by_backend() const override { return true; }
   void score(const RunScorer& /*call*/) const override {
     sluice::check(false, "streaming scores none");
   }

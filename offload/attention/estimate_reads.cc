@@ -10,23 +10,25 @@ EstimateTraffic& EstimateTraffic::operator+=(const EstimateTraffic& other) {
   return *this;
 }
 
+ScanExtent extent_of(const ReadPattern& pattern, const KvShape& shape) {
+  return {0, pattern.tile_pages, ReadPattern::parts(shape.group(), pattern.estimate_queries)};
+}
+
 EstimateReads::EstimateReads(const ReadPattern& pattern, const Policy& policy, const KvShape& shape,
                              const Scorer& scorer)
-    : scorer_(&scorer), use_(use_of(policy, shape)) {
-  extent_.tile_pages = pattern.tile_pages;
-  extent_.passes = ReadPattern::parts(shape.group(), pattern.estimate_queries);
-}
+    : scorer_(&scorer), use_(use_of(policy, shape)), extent_(extent_of(pattern, shape)) {}
 
 Traffic EstimateReads::keys(std::int64_t rows) const {
   const auto count = static_cast<std::uint64_t>(rows);
   return {count, count * static_cast<std::uint64_t>(extent_.passes) * use_.shape.value_offset()};
 }
 
-EstimateTraffic EstimateReads::scan(const BatchToken& token, std::int64_t resident,
-                                    bool scored) const {
+EstimateTraffic EstimateReads::scan(const BatchToken& token, std::int64_t resident, bool scored,
+                                    bool whole) const {
   EstimateTraffic traffic;
   if (!scorer_->info().estimates()) return traffic;
   if (scored) traffic.near += keys(token.count() - token.page_first());
+  if (!whole) return traffic;
   if (scorer_->reads_rows()) {
     traffic.near += keys(resident);
     traffic.far += keys(token.page_first() - resident);
@@ -36,6 +38,16 @@ EstimateTraffic EstimateReads::scan(const BatchToken& token, std::int64_t reside
   extent.pages = token.pages();
   traffic.near +=
       {static_cast<std::uint64_t>(token.page_first()), scorer_->bytes_read(use_, extent)};
+  return traffic;
+}
+
+EstimateTraffic EstimateReads::counted(const BatchToken& token, const ScorerCount& count) const {
+  const std::uint64_t key_bytes = use_.shape.value_offset();
+  const std::uint64_t estimated =
+      count.bytes > 0 ? static_cast<std::uint64_t>(token.page_first()) : 0;
+  EstimateTraffic traffic;
+  traffic.near = {count.near_keys + estimated, count.near_keys * key_bytes + count.bytes};
+  traffic.far = {count.far_keys, count.far_keys * key_bytes};
   return traffic;
 }
 

@@ -18,14 +18,21 @@ struct EstimateTraffic {
   EstimateTraffic& operator+=(const EstimateTraffic& other);
 };
 
+// The extent of scans by a backend; `pages` is not set.
+ScanExtent extent_of(const ReadPattern& pattern, const KvShape& shape);
+
 class EstimateReads {
  public:
   EstimateReads(const ReadPattern& pattern, const Policy& policy, const KvShape& shape,
                 const Scorer& scorer);
 
   // Reads for a token that selects. `resident`: tokens before its own page whose rows are where
-  // attention reads. `scored`: the newest rows, those of its own page, are estimated, too.
-  EstimateTraffic scan(const BatchToken& token, std::int64_t resident, bool scored) const;
+  // attention reads. `scored`: the newest rows, those of its own page, are estimated, too. Without
+  // `whole`, only those are counted.
+  EstimateTraffic scan(const BatchToken& token, std::int64_t resident, bool scored,
+                       bool whole = true) const;
+  // What a scorer was seen to read for a token; rows are those that its memory stands for, too.
+  EstimateTraffic counted(const BatchToken& token, const ScorerCount& count) const;
   // Reads for scoring the candidates again, which read `pages_read` pages of tiles.
   EstimateTraffic rescore(const BatchToken& token, const HeadSelection& candidates,
                           std::int64_t pages_read, bool scored) const;

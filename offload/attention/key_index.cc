@@ -84,6 +84,14 @@ void KeyIndex::truncate(int layer, std::int32_t sequence, std::int64_t from, std
   }
 }
 
+void KeyIndex::observe(int layer, std::int32_t sequence, std::int64_t first, std::int64_t count,
+                       const float* q, std::int64_t q_stride) {
+  for (const Own& own : layers_[static_cast<std::size_t>(layer)].own) {
+    if (!own.scorer->observes()) continue;
+    own.scorer->observe({call(own, layer), sequence, first, count, q, q_stride});
+  }
+}
+
 KeyTiles KeyIndex::tiles(const LayerIndex& layer) const {
   KeyTiles tiles;
   if (layer.bits > 0) tiles.bits = layer.bits;

@@ -146,6 +146,7 @@ void SparseAttention::begin_step() {
     if (is_begun(layer)) queue_->join(layer % 2);
   }
   begun_.assign(begun_.size(), false);
+  counted_.assign(counted_.size(), {});
 }
 
 // The rows of the tokens' own pages take no part: the layer has yet to append the newest of them.
@@ -249,7 +250,7 @@ LogitView SparseAttention::logit_view(const Policy& policy, const Wave& wave, bo
   const Scorer& scorer = scorer_of(policy);
   const std::int64_t tokens = wave.batch.capacity;
   weighs = weighs && weighs_pages(layout_.logits, policy, wave.layer, tokens);
-  if (layout_.digested && scorer.digests() && own_scorers().has(scorer) &&
+  if (layout_.digested && scorer.digests() && scorer.by_backend() &&
       (weighs || tokens >= layout_.logits.digested_from)) {
     view.digest = LogitDigest::in(work(wave).digest.data(),
                                   layout_.wave * layout_.shape.query_heads, layout_.logit_stride());
@@ -282,10 +283,12 @@ void SparseAttention::weigh_values(const Policy& policy, const Wave& wave) {
   estimated_ = estimate.logits;
 }
 
-// Runs the scorer. The backend estimates the newest rows for scorers that are not Sluice's own.
+// Runs the scorer. The backend estimates the newest rows for scorers that do not leave the work to
+// it.
 void SparseAttention::score(const Policy& policy, const Wave& wave,
                             const EstimateParams& estimate) {
-  if (!own_scorers().has(scorer_of(policy)) && !wave.skip_newest) {
+  const Scorer& scorer = scorer_of(policy);
+  if (!scorer.by_backend() && !wave.skip_newest) {
     EstimateParams newest = estimate;
     newest.method = Selector::newest;
     queue_->run(newest);
@@ -299,7 +302,29 @@ void SparseAttention::score(const Policy& policy, const Wave& wave,
   call.logits = {estimate.logits.data, layout_.logits.dtype, estimate.logits.stride};
   call.queue = queue_;
   call.estimate = &estimate;
-  scorer_of(policy).score(call);
+  call.extent = extent_of(queue_->backend().info().reads, layout_.shape);
+  if (!counts_reads(scorer)) return scorer.score(call);
+  score_counted(scorer, wave, call);
+}
+
+bool SparseAttention::counts_reads(const Scorer& scorer) const {
+  return !scorer.by_backend() && queue_->backend().info().processor == Processor::host;
+}
+
+// Rows and memory are reached through CountedReads only.
+void SparseAttention::score_counted(const Scorer& scorer, const Wave& wave, RunScorer& call) {
+  const CountedReads reads(call, tier_);
+  call.rows = {};
+  call.memory = {};
+  call.reads = &reads;
+  scorer.score(call);
+  counted_.resize(count_of(layout_.shape.layers, layout_.batch, layout_.shape.kv_heads));
+  for (std::int64_t i = 0; i < wave.batch.count; ++i) {
+    for (int head = 0; head < layout_.shape.kv_heads; ++head) {
+      const std::int64_t entry = head_entry(wave.layer, wave.first + i) + head;
+      counted_[static_cast<std::size_t>(entry)] += reads.count(i, head);
+    }
+  }
 }
 
 // Estimates the candidates with every channel of the index and keeps the policy's final selection.
@@ -493,10 +518,13 @@ void SparseAttention::count_estimates(const Step& step, int layer, std::int64_t 
   const bool is_early = policy.early_at(layer) != Early::none;
   const bool weighs_again = is_early && policy.compensates(layer, Compensation::values);
   const bool scored = !newest_apart(policy, layer);
+  const bool counts = counts_reads(scorer);
   for (int head = 0; head < layout_.shape.kv_heads; ++head) {
-    count.estimates += reads.scan(token, resident, scored && !is_early);
+    const auto at = static_cast<std::size_t>(head_entry(layer, number) + head);
+    if (counts) count.estimates += reads.counted(token, counted_.at(at));
+    count.estimates += reads.scan(token, resident, scored && !is_early, !counts);
     if (weighs_again) {
-      count.estimates += reads.scan(token, resident, scored);
+      count.estimates += reads.scan(token, resident, scored, !counts);
       require_number(seen_.weighed_heads[head_entry(layer, number) + head].bad == 0, layer, head);
     }
     if (!policy.candidates.limited()) continue;

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "lib/backend.h"
+#include "offload/attention/counted_reads.h"
 #include "offload/attention/estimate_reads.h"
 #include "offload/attention/key_index.h"
 #include "offload/cache/disk_rows.h"
@@ -129,6 +130,9 @@ class SparseAttention {
   void propose(const Policy& policy, const Wave& wave);
   void rescore(const Policy& policy, const Wave& wave);
   void score(const Policy& policy, const Wave& wave, const EstimateParams& estimate);
+  // True if the ledger has what the scorer was seen to read, not what it declares.
+  bool counts_reads(const Scorer& scorer) const;
+  void score_counted(const Scorer& scorer, const Wave& wave, RunScorer& call);
   EstimateParams estimate_params(const Wave& wave) const;
   LogitView logit_view(const Policy& policy, const Wave& wave, bool weighs) const;
   bool weighs_values(const Policy& policy, const Wave& wave) const;
@@ -194,13 +198,14 @@ class SparseAttention {
   Buffer early_lse_;     // [2, batch, query_heads], see chosen_lse()
   Buffer weighed_;       // [wave, kv_heads] positions and [wave, query_heads] alpha, both unused
   Buffer weighed_alpha_;
-  std::vector<bool> begun_;  // [layers]: by choose_early(), not attended yet
-  Buffer positions_;         // [slots, kv_heads, selected]
-  Buffer seen_positions_;    // the host's copy of positions_, if positions are reported
-  Buffer token_sums_;        // [batch, kv_heads, head_dim]
-  Report report_;            // in `tier_`
-  Report seen_;              // the host's copy of report_
-  Buffer arena_;             // [kv_heads, arena_rows, row_bytes]
+  std::vector<bool> begun_;           // [layers]: by choose_early(), not attended yet
+  Buffer positions_;                  // [slots, kv_heads, selected]
+  Buffer seen_positions_;             // the host's copy of positions_, if positions are reported
+  Buffer token_sums_;                 // [batch, kv_heads, head_dim]
+  Report report_;                     // in `tier_`
+  Report seen_;                       // the host's copy of report_
+  Buffer arena_;                      // [kv_heads, arena_rows, row_bytes]
+  std::vector<ScorerCount> counted_;  // [layers, batch, kv_heads] in this step; empty at first
 };
 
 }  // namespace sluice

@@ -417,7 +417,7 @@ void require_rows_may_leave(const KvRequest& request) {
     require(policy.prefill.tau == 0.0, policy, "gathers rows of a whole prompt");
     const Scorer& scorer = request.scorers->at(policy.select);
     require(!scorer.reads_rows(), policy, "reads the keys of all rows to select");
-    require(own_scorers().has(scorer), policy, "has a scorer that may read any row");
+    require(scorer.by_backend(), policy, "has a scorer that may read any row");
   }
 }
 

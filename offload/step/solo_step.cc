@@ -93,6 +93,10 @@ void SoloStep::attend(int layer, const Queries& queries) {
   if (!attends_run(layer)) return decode_.attend(layer, queries);
   const double share = listed_share(layer);
   run_.attend(layer, queries, share);
+  if (is_run_ && phase_ == Phase::prefill && pool_->sparse() != nullptr) {
+    pool_->sparse()->index().observe(layer, session_->sequence(), range_.first, range_.tokens,
+                                     queries.q, queries.stride);
+  }
   if (!is_run_) decode_.select(layer, queries);
   const KvPlan& plan = pool_->plan();
   const Tier tier = pool_->tier();

@@ -7,6 +7,7 @@
 #include <memory>
 #include <optional>
 
+#include "offload/attention/counted_reads.h"
 #include "offload/step/kv_session.h"
 #include "offload/step/solo_step.h"
 #include "signs.h"
@@ -145,6 +146,8 @@ TEST_P(Signs, EstimatesWhatTheDefinitionSays) {
     const std::vector<std::byte> untouched(3 * 6 * 512 * size_of(dtype), std::byte{0x11});
     const Buffer logits = upload(*backend, untouched);
     call.logits = {logits.data(), dtype, 512};
+    const CountedReads reads(call, Tier::device);
+    if (call.processor == Processor::host) call.reads = &reads;
     scorer.score(call);
     backend->synchronize();
     const std::vector<float> actual = testing::values_of(*backend, logits, dtype);

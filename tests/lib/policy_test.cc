@@ -170,11 +170,13 @@ TEST(PolicyText, RefusesWhatIsNotInTheGrammar) {
   const std::vector<Refusal> refusals = {
       {"",
        "policy: the text is empty; write a preset (dense, streaming, quest, sparq, twilight, "
-       "tidaldecode, zipvl, sluice, values, compact, tiny, quantized) or select=dense"},
+       "tidaldecode, double_sparsity, snapkv, zipvl, sluice, values, compact, tiny, quantized) or "
+       "select=dense"},
       {"   ", "the text is empty"},
       {"fast",
        "'fast' is neither a preset (dense, streaming, quest, sparq, twilight, tidaldecode, "
-       "zipvl, sluice, values, compact, tiny, quantized) nor key=value; settings are select, "
+       "double_sparsity, snapkv, zipvl, sluice, values, compact, tiny, quantized) nor key=value; "
+       "settings are select, "
        "candidates, prune, "
        "cap, sinks, "
        "recent, compensate, dense, anchors, anchors_attend, correct, prefill, early, bits"},
@@ -189,7 +191,9 @@ TEST(PolicyText, RefusesWhatIsNotInTheGrammar) {
       {"quest dense=0 dense=1", "dense is given twice, again as 'dense=1'"},
       {"select=magic",
        "policy: 'select=magic' is not understood; select takes dense, streaming, "
-       "exact, int4, quest, sparq or sparq(r=N), N from 1 to head_dim"},
+       "exact, int4, quest, sparq, sparq(r=N), double_sparsity, double_sparsity(r=N), snapkv or "
+       "snapkv(kernel=N,rows=N,window=N), N from 1 to head_dim, N from 1 to head_dim, N from 1 to "
+       "1023, N from 1 to 1048576, N from 1 to 1024"},
       {"select=", "'select=' is not understood"},
       {"select=quest(r=4)", "'select=quest(r=4)' is not understood"},
       {"select=sparq()", "select takes dense, streaming"},
@@ -299,12 +303,12 @@ TEST(PolicyText, RefusesWhatMakesNoSense) {
       {"correct=4", "correct has nothing to correct with select=dense, which takes correct=never"},
       {"select=streaming", "sinks + recent has to be 1 or more"},
       {"streaming prune=top_k(4)",
-       "prune needs estimates; it takes select=exact, int4, quest or "
-       "sparq"},
+       "prune needs estimates; it takes select=exact, int4, quest, sparq, "
+       "double_sparsity or snapkv"},
       {"streaming prune=top_p(0.5)", "prune needs estimates"},
       {"dense prune=top_k(4)", "prune needs estimates"},
-      {"streaming candidates=4", "select=exact, int4, quest or sparq"},
-      {"dense candidates=1/4", "select=exact, int4, quest or sparq"},
+      {"streaming candidates=4", "select=exact, int4, quest, sparq, double_sparsity or snapkv"},
+      {"dense candidates=1/4", "select=exact, int4, quest, sparq, double_sparsity or snapkv"},
       {"select=sparq", "a selector other than dense and streaming needs prune=top_k(N)"},
       {"select=exact",
        "needs prune=top_k(N), top_k(1/N) or top_p(P), N of 1 or more, P above 0 "
@@ -328,9 +332,10 @@ TEST(PolicyText, RefusesWhatMakesNoSense) {
        "it has to be 1/4 or more"},
       {"quest compensate=mean_value",
        "compensate=mean_value needs the weight of every token; it "
-       "takes select=exact, int4 or sparq"},
+       "takes select=exact, int4, sparq or double_sparsity"},
       {"quest compensate=values",
-       "compensate=values needs the weight of every token; it takes select=exact, int4 or sparq"},
+       "compensate=values needs the weight of every token; it takes select=exact, int4, sparq or "
+       "double_sparsity"},
       {"select=int4 prune=top_k(9) compensate=values(pages=0)",
        "the pages of compensate=values have to be a share above 0 and up to 1"},
       {"select=int4 prune=top_k(9) compensate=values(pages=1.1)", "a share above 0 and up to 1"},
@@ -341,8 +346,8 @@ TEST(PolicyText, RefusesWhatMakesNoSense) {
        "prune=none takes candidates=none"},
       {"select=int4 prune=none cap=64 compensate=values", "cap limits what top_p keeps"},
       {"streaming prune=none", "takes compensate=values"},
-      {"streaming compensate=mean_value", "it takes select=exact, int4 or sparq"},
-      {"dense compensate=mean_value", "it takes select=exact, int4 or sparq"},
+      {"streaming compensate=mean_value", "it takes select=exact, int4, sparq or double_sparsity"},
+      {"dense compensate=mean_value", "it takes select=exact, int4, sparq or double_sparsity"},
       {"dense=1,0", "dense has to list layers of 0 to 1023 in ascending order, each once"},
       {"dense=1,1", "dense has to list layers of 0 to 1023 in ascending order, each once"},
       {"dense=-1,1", "dense has to list layers of 0 to 1023"},
@@ -360,7 +365,8 @@ TEST(PolicyText, RefusesWhatMakesNoSense) {
       {"quest dense=0,2 anchors=3", "layer 1 follows no anchor"},
       {"quest anchors=1023", "layer 2 follows no anchor"},
       {"dense anchors=0",
-       "anchors share a selection; they take select=exact, int4, quest or sparq"},
+       "anchors share a selection; they take select=exact, int4, quest, sparq, double_sparsity or "
+       "snapkv"},
       {"streaming anchors=0", "anchors share a selection"},
       {"prefill=zipvl(1.1)", "the share of prefill=zipvl has to be above 0 and up to 1"},
       {"prefill=zipvl(-0.1)", "the share of prefill=zipvl has to be above 0 and up to 1"},
@@ -482,8 +488,8 @@ TEST(Presets, ReadAsTheirNamesSay) {
     EXPECT_FALSE(preset.description.empty() || preset.description.find('\n') != std::string::npos);
   }
   EXPECT_THAT(names, ::testing::ElementsAre("dense", "streaming", "quest", "sparq", "twilight",
-                                            "tidaldecode", "zipvl", "sluice", "values", "compact",
-                                            "tiny", "quantized"));
+                                            "tidaldecode", "double_sparsity", "snapkv", "zipvl",
+                                            "sluice", "values", "compact", "tiny", "quantized"));
 }
 
 }  // namespace

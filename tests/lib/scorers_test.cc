@@ -67,8 +67,9 @@ TEST(Scorers, RefusalsSayWhatThereIs) {
     return refusal([&] { parse_policy(text, scorers); });
   };
   const std::string accepted =
-      "select takes dense, streaming, exact, int4, quest, sparq, sparq(r=N), sketch or "
-      "sketch(bits=N,decay=N), N from 1 to head_dim, N from 1 to 64, N from 0 to 1";
+      "snapkv(kernel=N,rows=N,window=N), sketch or sketch(bits=N,decay=N), N from 1 to head_dim, "
+      "N from 1 to head_dim, N from 1 to 1023, N from 1 to 1048576, N from 1 to 1024, N from 1 to "
+      "64, N from 0 to 1";
   for (const char* text :
        {"select=magic", "select=sketch(bits=0)", "select=sketch(bits=65)",
         "select=sketch(bits=1.5)", "select=sketch(decay=nan)", "select=sketch(decay=-0.1)",
@@ -76,14 +77,16 @@ TEST(Scorers, RefusalsSayWhatThereIs) {
     EXPECT_THAT(refused(text), HasSubstr(accepted)) << text;
   }
   EXPECT_THAT(refused("select=sketch prune=top_k(8) compensate=mean_value"),
-              HasSubstr("it takes select=exact, int4 or sparq"))
+              HasSubstr("it takes select=exact, int4, sparq or double_sparsity"))
       << "bounds are no weights";
-  EXPECT_THAT(refused("dense prune=top_k(4)"), HasSubstr("exact, int4, quest, sparq or sketch"));
+  EXPECT_THAT(refused("dense prune=top_k(4)"),
+              HasSubstr("exact, int4, quest, sparq, double_sparsity, snapkv or sketch"));
 }
 
 TEST(Scorers, OfDifferentEnginesShareSluicesOwn) {
   const Scorers scorers;
-  for (const char* name : {"dense", "streaming", "exact", "int4", "quest", "sparq"}) {
+  for (const char* name :
+       {"dense", "streaming", "exact", "int4", "quest", "sparq", "double_sparsity", "snapkv"}) {
     EXPECT_TRUE(own_scorers().has(*scorers.find(name))) << name;
   }
 }

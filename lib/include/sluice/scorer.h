@@ -13,6 +13,9 @@
 // issued to the call's stream. It may be recorded and replayed: the same call must issue the same
 // work, allocate nothing and wait for nothing.
 //
+// On the host the ledger has what a scorer really read: score() gets keys and its own memory from
+// RunScorer::reads only, which counts them. On a GPU it has what bytes_read() declares.
+//
 // Functions here that say constexpr can be used on a GPU with nvcc's --expt-relaxed-constexpr.
 #pragma once
 
@@ -159,6 +162,15 @@ struct TruncateScorer : ScorerCall {
   PagedRows rows;  // still has the rows
 };
 
+// Tokens [first, first + count) of a prompt, whose rows the layer has.
+struct ObserveScorer : ScorerCall {
+  std::int32_t sequence = 0;
+  std::int64_t first = 0;
+  std::int64_t count = 0;
+  const float* q = nullptr;  // [count, query_heads, head_dim], `q_stride` floats between tokens
+  std::int64_t q_stride = 0;
+};
+
 // Rows of logits, one per position.
 struct LogitRows {
   std::byte* data = nullptr;  // [count, query_heads, stride]
@@ -171,13 +183,67 @@ struct LogitRows {
   }
 };
 
+// The extent of one token's scan, for one KV head.
+struct ScanExtent {
+  std::int64_t pages = 0;  // whole pages before the token's own
+  // The backend's own operations read whole tiles of `tile_pages` pages, and read everything
+  // `passes` times, once for each part of the query heads.
+  int tile_pages = 1;
+  int passes = 1;
+};
+
+// What score() read for one KV head of a token.
+struct ScorerCount {
+  std::uint64_t near_keys = 0;  // keys of rows where attention reads
+  std::uint64_t far_keys = 0;   // of rows that are in host memory only
+  std::uint64_t bytes = 0;      // of the scorer's memory
+
+  std::uint64_t all_bytes(const KvShape& shape) const {
+    return (near_keys + far_keys) * shape.value_offset() + bytes;
+  }
+  ScorerCount& operator+=(const ScorerCount& other) {
+    near_keys += other.near_keys;
+    far_keys += other.far_keys;
+    bytes += other.bytes;
+    return *this;
+  }
+};
+
+// Everything that score() may read on the host besides queries. What is handed out counts as read,
+// each time that it is; keep the pointer to read it again. `token` is a number in the call's batch,
+// and `head` the KV head for which it is read. Not to be called by several threads at once. All
+// throw Error{unsupported} for what is out of range.
+class ScorerReads {
+ public:
+  ScorerReads() = default;
+  ScorerReads(const ScorerReads&) = delete;
+  ScorerReads& operator=(const ScorerReads&) = delete;
+  virtual ~ScorerReads() = default;
+
+  // The key of a position before the token's own, for read_element(): KvShape::value_offset()
+  // bytes. Error{unsupported} also for a row that is neither on the device nor in host memory.
+  virtual const std::byte* key(std::int64_t token, int head, std::int64_t position) const = 0;
+  // Bytes [offset, offset + bytes) of the scorer's memory of a whole page before the token's own.
+  virtual const std::byte* page(std::int64_t token, int head, std::int64_t number,
+                                std::size_t offset, std::size_t bytes) const = 0;
+  // The same of the memory of the token's sequence, which score() may write, too.
+  virtual std::byte* sequence(std::int64_t token, int head, std::size_t offset,
+                              std::size_t bytes) const = 0;
+
+  virtual ScorerCount count(std::int64_t token, int head) const = 0;
+};
+
 struct RunScorer : ScorerCall {
   // [count, query_heads, head_dim], `q_stride` floats between tokens; where rows are chosen early
   // (Policy::early), estimates of the queries.
   const float* q = nullptr;
   std::int64_t q_stride = 0;
   TokenBatch batch;
-  PagedRows rows;  // where rows are chosen early, without those of the step's tokens
+  // On a GPU; where rows are chosen early, without those of the step's tokens. On the host these
+  // and `memory` have null pointers, and `reads` is there instead.
+  PagedRows rows;
+  const ScorerReads* reads = nullptr;
+  ScanExtent extent;  // of the backend's operations, for bytes_read(); `pages` is not set
   // Output: for every token a logit per position of the whole pages before its own, in the first
   // page_first() elements of its query heads' rows. Write nothing beyond them, because the tokens
   // of its own page are scored from their rows. NaN and +Inf end the session's step with an error;
@@ -187,15 +253,6 @@ struct RunScorer : ScorerCall {
   // The backend's queue and parameters, for Sluice's own scorers only; see lib/.
   Queue* queue = nullptr;
   const EstimateParams* estimate = nullptr;
-};
-
-// The extent of one token's scan, for one KV head.
-struct ScanExtent {
-  std::int64_t pages = 0;  // whole pages before the token's own
-  // The backend's own operations read whole tiles of `tile_pages` pages, and read everything
-  // `passes` times, once for each part of the query heads.
-  int tile_pages = 1;
-  int passes = 1;
 };
 
 // One object serves all layers, sequences and sessions, so its state must be in ScorerMemory.
@@ -216,13 +273,22 @@ class Scorer {
   virtual void build(const BuildScorer& /*call*/) const {}
   // For memory of sequences only, because pages are built again.
   virtual void truncate(const TruncateScorer& /*call*/) const {}
+  // True for a scorer that needs observe(), which is called for every layer of a prompt's step
+  // after build(), in the order of positions. Policies with prefill=zipvl are refused then. Rows
+  // that are loaded from a saved session have no queries and are not observed.
+  virtual bool observes() const { return false; }
+  virtual void observe(const ObserveScorer& /*call*/) const {}
   virtual void score(const RunScorer& call) const = 0;
-  // Bytes of its memory, tiles or bounds that score() reads for one KV head of a token.
+  // Most bytes of keys, of its memory, tiles or bounds that score() reads for one KV head of a
+  // token: on a GPU those of the ledger. On the host reading more is Error{unsupported}.
   virtual std::uint64_t bytes_read(const ScorerUse& use, const ScanExtent& extent) const = 0;
 
-  // For Sluice's own scorers. reads_rows(): true if estimates, also of candidates, come from the
-  // rows themselves; digests(): true if they come from a tile scan that writes a LogitDigest;
-  // reads_channels(): true if they come from single channels of tiles, which are not rotated then.
+  // For Sluice's own scorers. by_backend(): true if score() leaves the work to an operation of the
+  // backend, which also estimates the newest rows; reads_rows(): true if estimates, also of
+  // candidates, come from the rows themselves; digests(): true if they come from a tile scan that
+  // writes a LogitDigest; reads_channels(): true if they come from single channels of tiles, which
+  // are not rotated then.
+  virtual bool by_backend() const { return false; }
   virtual bool reads_rows() const { return false; }
   virtual bool digests() const { return false; }
   virtual bool reads_channels() const { return false; }

@@ -19,8 +19,8 @@
 
 namespace sluice {
 
-// Grows whenever something in sluice/scorer.h changes its layout.
-inline constexpr std::int32_t kScorerVersion = 1;
+// Grows whenever something in sluice/scorer.h changes its layout, functions included.
+inline constexpr std::int32_t kScorerVersion = 2;
 
 struct ScorerLibrary {
   std::int32_t version = 0;  // kScorerVersion of the headers; the first member in all versions
