@@ -284,7 +284,7 @@ void DiskRows::fail(const Fetch& fetch, const Miss& miss, const Error& error) {
 void DiskRows::fail(std::int64_t token, const Error& error) {
   std::optional<Error>& first = errors_[static_cast<std::size_t>(token)];
   if (first) return;
-  const std::string& write = pages_->failure();
+  const std::string write = pages_->failure();
   first.emplace(error.code(), write.empty() ? error.what()
                                             : std::string(error.what()) +
                                                   "; before it, a write failed: " + write);

@@ -48,13 +48,17 @@ void DiskPages::write_page(int layer, const DevicePage& page) {
     writes.push_back({layout_.address(layer, head, page.block),
                       {page_in(written_, half, head, 0, 1), layout_.page_bytes}});
   }
+  const std::lock_guard lock(mutex_);
   writes_[half].layer = layer;
   writes_[half].ticket.emplace(store_->write(writes));
 }
 
 std::size_t DiskPages::bring(const DevicePage& page, std::int64_t count) {
   const std::size_t half = std::exchange(next_write_, 1 - next_write_);
-  finish(writes_[half]);
+  {
+    const std::lock_guard lock(mutex_);
+    finish(writes_[half]);
+  }
   const std::size_t bytes = static_cast<std::size_t>(count) * layout_.shape.row_bytes();
   std::vector<CopyOp> ops;
   for (int head = 0; head < layout_.shape.kv_heads; ++head) {
@@ -76,13 +80,20 @@ void DiskPages::finish(Write& write) {
 }
 
 void DiskPages::wait_for_writes(int layer) {
+  const std::lock_guard lock(mutex_);
   for (Write& write : writes_) {
     if (write.layer == layer) finish(write);
   }
 }
 
 void DiskPages::wait_for_writes() {
+  const std::lock_guard lock(mutex_);
   for (Write& write : writes_) finish(write);
+}
+
+std::string DiskPages::failure() const {
+  const std::lock_guard lock(mutex_);
+  return failure_;
 }
 
 void DiskPages::begin_read(std::size_t half, int layer, const RowRun& run) {
@@ -106,8 +117,9 @@ void DiskPages::end_read(std::size_t half) {
   const std::vector<DiskFailure> failures = ticket->failures();
   if (failures.empty()) return;
   const Error& error = failures.front().error;
-  if (failure_.empty()) throw Error(error);
-  throw Error(error.code(), std::string(error.what()) + "; before it, a write failed: " + failure_);
+  const std::string write = failure();
+  if (write.empty()) throw Error(error);
+  throw Error(error.code(), std::string(error.what()) + "; before it, a write failed: " + write);
 }
 
 void DiskPages::add_copies(std::size_t half, int head, const RowRun& run, std::byte* to,

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <span>
 #include <string>
@@ -37,8 +38,9 @@ struct DevicePage {
 // The first byte of a buffer that may be a disk's: buffers are aligned to less than a sector.
 std::byte* first_sector(const Buffer& buffer);
 
-// Host memory through which pages of one layer pass between a queue's device and a page store.
-// Not thread-safe.
+// Host memory through which pages of one layer pass between a queue's device and a page store. For
+// the thread that issues work; wait_for_writes() and failure() are also for the threads on which
+// queues run host calls.
 class DiskPages {
  public:
   // `queue` copies; nothing else of it is used. Throws what PageStore's constructor and
@@ -77,7 +79,7 @@ class DiskPages {
   void wait_for_writes(int layer);
   void wait_for_writes();
   // The reason for which pages may be unreadable, for messages; empty if there is none.
-  const std::string& failure() const { return failure_; }
+  std::string failure() const;
 
   PageStore& store() { return *store_; }
   const DiskLayout& layout() const { return layout_; }
@@ -95,7 +97,7 @@ class DiskPages {
   void write_page(int layer, const DevicePage& page);
   // Brings the first `count` rows of a page to the half of written_ that is next.
   std::size_t bring(const DevicePage& page, std::int64_t count);
-  void finish(Write& write);
+  void finish(Write& write);  // with mutex_ held
 
   Queue* queue_;
   DiskLayout layout_;
@@ -106,8 +108,10 @@ class DiskPages {
   std::optional<Charge> charge_;  // for the store's own memory
   std::unique_ptr<PageStore> store_;
   std::array<std::optional<DiskTicket>, DiskHostBytes::kHalves> reads_;
-  std::array<Write, DiskHostBytes::kHalves> writes_;
   std::size_t next_write_ = 0;
+  // Of writes_ and failure_. Held while waiting for a write, because a ticket is for one thread.
+  mutable std::mutex mutex_;
+  std::array<Write, DiskHostBytes::kHalves> writes_;
   std::string failure_;
 };
 
