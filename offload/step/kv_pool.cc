@@ -1,6 +1,7 @@
 #include "offload/step/kv_pool.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "lib/check.h"
 #include "offload/plan/planner.h"
@@ -50,7 +51,8 @@ KvPool::KvPool(std::shared_ptr<Queue> queue, const KvPlan& plan, std::span<const
       transfer_(queue_->make_sibling({.computes = false})),
       plan_(plan),
       policies_(policies.begin(), policies.end()),
-      tables_(limits_of(plan)) {
+      tables_(limits_of(plan)),
+      uncounted_(static_cast<std::size_t>(plan.shape.layers)) {
   Backend& backend = queue_->backend();
   const IndexLayout& layout = *plan.layout;
   require_planned_for(backend, layout);
@@ -142,13 +144,13 @@ void KvPool::close(std::int32_t sequence) noexcept {
   tables_.close(sequence);
   if (disk_ == nullptr) return;
   try {
-    write_lost(PageSlots::kNone, nullptr);
+    write_lost(PageSlots::kNone);
   } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): who reads the pages is told
   }
 }
 
 void KvPool::truncate(std::int32_t sequence, std::span<const std::int64_t> ends,
-                      std::int64_t length) {
+                      std::int64_t length, Ledger& ledger) {
   if (sparse_ != nullptr) {
     for (int layer = 0; layer < plan_.shape.layers; ++layer) {
       const std::int64_t from = ends[static_cast<std::size_t>(layer)];
@@ -160,7 +162,9 @@ void KvPool::truncate(std::int32_t sequence, std::span<const std::int64_t> ends,
   }
   if (length < kept_length_) forget_sums(sequence);
   tables_.truncate(sequence, length);
-  if (disk_ != nullptr) write_lost(PageSlots::kNone, nullptr);
+  if (disk_ == nullptr) return;
+  write_lost(PageSlots::kNone);
+  record_uncounted(ledger);
 }
 
 void KvPool::keep_sums(std::int32_t sequence, std::int64_t length) {
@@ -221,6 +225,9 @@ void KvPool::subtract_values(int layer, std::int32_t sequence, std::int64_t firs
                             run.number + at - run.first - skipped};
       disk_->begin_read(0, layer, whole);
       disk_->end_read(0);
+      const auto heads = static_cast<std::uint64_t>(plan_.shape.kv_heads);
+      uncounted_[static_cast<std::size_t>(layer)].read +=
+          {heads * static_cast<std::uint64_t>(next - at), heads * disk_->layout().page_bytes};
       std::vector<RowSpan> rows = disk_->spans(0, whole);
       for (RowSpan& span : rows) {
         span.rows += static_cast<std::size_t>(skipped) * plan_.shape.row_bytes();
@@ -314,8 +321,8 @@ std::vector<std::int32_t> KvPool::write(std::int32_t sequence, std::int64_t firs
   } else {
     // The page that the new tokens continue is written once it is complete.
     const bool continues = first % kPageTokens != 0;
-    write_lost(continues ? tables_.page(sequence, first / kPageTokens).host : PageSlots::kNone,
-               &ledger);
+    write_lost(continues ? tables_.page(sequence, first / kPageTokens).host : PageSlots::kNone);
+    record_uncounted(ledger);
   }
   for (int table = 0; table < tables_.limits().tables(); ++table) {
     const std::int64_t row = tables_.rows(sequence, first, table);
@@ -345,7 +352,7 @@ void KvPool::make_room_on_host(const BlockTables::Writing& writing, std::int32_t
   host_used_ = std::max(host_used_, rows);
 }
 
-void KvPool::write_lost(std::int32_t but, Ledger* ledger) {
+void KvPool::write_lost(std::int32_t but) {
   const std::vector<LostSlot> lost = tables_.take_lost_slots();
   if (lost.empty()) return;
   disk_->wait_for(*queue_);
@@ -358,9 +365,22 @@ void KvPool::write_lost(std::int32_t but, Ledger* ledger) {
           {at.block, on_device(layer, 0, at.slot * std::int64_t{kPageTokens}), device_stride(set)});
     }
     disk_->write(layer, pages);
-    if (ledger == nullptr) continue;
-    const auto rows = static_cast<std::int64_t>(pages.size()) * kPageTokens;
-    record_written(layer, rows, *ledger);
+    uncounted_[static_cast<std::size_t>(layer)].written +=
+        static_cast<std::int64_t>(pages.size()) * kPageTokens;
+  }
+}
+
+Traffic KvPool::read_from_page(std::int64_t rows) const {
+  const auto heads = static_cast<std::uint64_t>(plan_.shape.kv_heads);
+  return {heads * static_cast<std::uint64_t>(rows), heads * disk_->layout().page_bytes};
+}
+
+void KvPool::record_uncounted(Ledger& ledger) {
+  if (ledger.history().empty()) return;
+  for (int layer = 0; layer < plan_.shape.layers; ++layer) {
+    const Uncounted moved = std::exchange(uncounted_[static_cast<std::size_t>(layer)], {});
+    record_written(layer, moved.written, ledger);
+    ledger.record(layer, Tier::disk, Tier::host, Cause::miss, moved.read);
   }
 }
 
@@ -423,7 +443,7 @@ void KvPool::copy_above_disk(int layer, const BlockCopy& copy, Ledger& ledger) {
     disk_->end_read(0);
     queue_->copy(disk_->copies(0, run, to));
     queue_->synchronize();  // the buffer is read again
-    ledger.record(layer, Tier::disk, Tier::host, Cause::miss, traffic_of(plan_.shape, copy.rows));
+    ledger.record(layer, Tier::disk, Tier::host, Cause::miss, read_from_page(copy.rows));
     ledger.record(layer, Tier::host, Tier::device, Cause::miss, traffic_of(plan_.shape, copy.rows));
     return;
   }

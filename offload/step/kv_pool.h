@@ -60,9 +60,13 @@ class KvPool {
   // See BlockTables. Forks share blocks in every part of the pool.
   std::int32_t open();
   std::int32_t fork(std::int32_t sequence);
+  // Pages of others that lose their place on the device by it are written to disk, and counted by
+  // the next write() or truncate(): this sequence's ledger ends with it.
   void close(std::int32_t sequence) noexcept;
-  // Forgets tokens from `length` on. `ends`: by layer, the rows that there are.
-  void truncate(std::int32_t sequence, std::span<const std::int64_t> ends, std::int64_t length);
+  // Forgets tokens from `length` on. `ends`: by layer, the rows that there are. What it reads from
+  // disk and writes to it counts with the ledger's latest step, or the next write() if it has none.
+  void truncate(std::int32_t sequence, std::span<const std::int64_t> ends, std::int64_t length,
+                Ledger& ledger);
   // Keeps the sums of values of a sequence of `length` tokens, before a step that may be cut: a
   // truncate() to one of its tokens, or to one of the next few, restores them to the bit.
   void keep_sums(std::int32_t sequence, std::int64_t length);
@@ -174,8 +178,13 @@ class KvPool {
   void copy_shared(const BlockTables::Writing& writing, Ledger& ledger);
   void copy_block(const BlockCopy& copy, Ledger& ledger);
   void copy_above_disk(int layer, const BlockCopy& copy, Ledger& ledger);
+  // What a disk moves for `rows` rows per KV head of a page: it reads whole ones.
+  Traffic read_from_page(std::int64_t rows) const;
+  // Counts what moved between host memory and disk outside of a step; not yet, if the ledger has no
+  // step.
+  void record_uncounted(Ledger& ledger);
   // Writes to disk the pages that lost their place on the device, except block `but`.
-  void write_lost(std::int32_t but, Ledger* ledger);
+  void write_lost(std::int32_t but);
   // Sets a layer's sums to what they were at `length`. False if no sums near it were kept.
   bool restore_sums(int layer, std::int32_t sequence, std::int64_t length);
   void subtract_values(int layer, std::int32_t sequence, std::int64_t first, std::int64_t end);
@@ -199,14 +208,20 @@ class KvPool {
   BlockTables tables_;
   std::unique_ptr<HostStore> host_;  // null if rows lie on disk
   std::unique_ptr<DiskPages> disk_;
-  std::int64_t host_used_ = 0;  // rows of a region up to the last one written
-  bool sends_to_host_ = false;  // transfer_ may still be copying rows to host memory
-  Buffer device_;               // [layers, kv_heads, device_rows(), row_bytes]; ragged: one layer
-  Buffer window_;               // [kv_heads, window_tokens, row_bytes]
-  Buffer stream_;               // [2, kv_heads, stream_tokens, row_bytes]
-  Buffer pages_;                // PageSlots [sets, sequences, pages of one]
-  Buffer tiles_;                // std::int32_t [tables, sequences, tiles of one]
-  Buffer tokens_;               // BatchToken [1, or 1 + layers if ragged, decode_batch]
+  // Of a layer: rows of every KV head that were written to disk, and what was read from it.
+  struct Uncounted {
+    std::int64_t written = 0;
+    Traffic read;
+  };
+  std::vector<Uncounted> uncounted_;  // by layer, see record_uncounted()
+  std::int64_t host_used_ = 0;        // rows of a region up to the last one written
+  bool sends_to_host_ = false;        // transfer_ may still be copying rows to host memory
+  Buffer device_;  // [layers, kv_heads, device_rows(), row_bytes]; ragged: one layer
+  Buffer window_;  // [kv_heads, window_tokens, row_bytes]
+  Buffer stream_;  // [2, kv_heads, stream_tokens, row_bytes]
+  Buffer pages_;   // PageSlots [sets, sequences, pages of one]
+  Buffer tiles_;   // std::int32_t [tables, sequences, tiles of one]
+  Buffer tokens_;  // BatchToken [1, or 1 + layers if ragged, decode_batch]
   std::unique_ptr<RowCache> cache_;
   std::unique_ptr<DiskRows> disk_rows_;
   std::int32_t kept_sequence_ = -1;  // of keep_sums(); -1: none

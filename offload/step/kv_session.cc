@@ -197,7 +197,7 @@ void KvSession::roll_back() {
     if (written > 0) record_rows(layer, written, written);
   }
   if (has_more) {
-    pool_->truncate(sequence_, ends_, length_);
+    pool_->truncate(sequence_, ends_, length_, ledger_);
     set_ends();
   } else {
     pool_->forget_blocks(sequence_, length_);
@@ -265,7 +265,7 @@ void KvSession::truncate(std::int64_t length) {
   }
   // Stays so if rows on disk cannot be read: their values are not off the sums then.
   in_step_ = true;
-  pool_->truncate(sequence_, ends_, length);
+  pool_->truncate(sequence_, ends_, length, ledger_);
   in_step_ = false;
   length_ = length;
   set_ends();

@@ -608,6 +608,77 @@ TEST_F(DiskSessions, LedgerCountsWhatTheDiskMoves) {
   EXPECT_EQ(session.ledger().crossed(Tier::host, Tier::disk).bytes, counts.written_bytes);
 }
 
+// So are those that move outside of a step: when sessions are cut, and when they end.
+TEST_F(DiskSessions, LedgersCountWhatCutsAndEndsMove) {
+  const std::uint64_t seed = testing::seed(17);
+  SCOPED_TRACE(testing::seed_message(seed));
+  testing::Random random(seed);
+  std::uint64_t outside = 0;  // bytes written outside of a step
+  for (const char* const name :
+       {"dense", "select=int4 prune=top_k(20) compensate=values", "select=quest prune=top_k(60)"}) {
+    SCOPED_TRACE(name);
+    const Policy policy = parse_policy(name);
+    const auto pool = this->pool(plan_of(kShape, policy, DeviceTier::own, 0), policy);
+    PageStore& store = pool->disk()->store();
+    const auto counts = [&] {
+      pool->disk()->wait_for_writes();
+      store.flush().wait();
+      return store.counts();
+    };
+    std::uint64_t read = 0;  // by sessions that have ended
+    std::uint64_t written = 0;
+    const auto add = [&](const Ledger& ledger) {
+      read += ledger.crossed(Tier::disk, Tier::host).bytes;
+      written += ledger.crossed(Tier::host, Tier::disk).bytes;
+    };
+    const Script script(kShape, kContext, seed);
+    std::vector<KvSession> sessions;
+    // Of two sessions that share their newest page, one goes on, and the other no longer needs it.
+    script.prefill(sessions.emplace_back(pool), 512);
+    sessions.push_back(sessions[0].fork());
+    script.decode(sessions[1], 3);
+    const std::uint64_t before_cut = counts().written_bytes;
+    sessions[0].truncate(400);
+    outside += counts().written_bytes - before_cut;
+    for (int round = 0; round < 60; ++round) {
+      const auto at = static_cast<std::size_t>(
+          random.integer(0, static_cast<std::int64_t>(sessions.size()) - 1));
+      KvSession& session = sessions[at];
+      switch (random.integer(0, 3)) {
+        case 0:
+          if (sessions.size() < 4) sessions.push_back(session.fork());
+          break;
+        case 1:
+          script.decode(session, std::min(random.integer(0, 1) == 0
+                                              ? std::int64_t{20}
+                                              : kPageTokens - session.length() % kPageTokens,
+                                          kContext - session.length()));
+          break;
+        default: {
+          const DiskCounts before = counts();
+          if (sessions.size() > 1 && random.integer(0, 1) == 0) {
+            add(session.ledger());
+            sessions.erase(sessions.begin() + static_cast<std::ptrdiff_t>(at));
+          } else {
+            session.truncate(random.integer(session.length() * 3 / 4, session.length()));
+          }
+          outside += counts().written_bytes - before.written_bytes;
+        }
+      }
+    }
+    // What nobody has counted yet counts with the next step.
+    while (sessions.size() > 3) {
+      add(sessions.back().ledger());
+      sessions.pop_back();
+    }
+    script.prefill(sessions.emplace_back(pool), 10);
+    for (const KvSession& session : sessions) add(session.ledger());
+    EXPECT_EQ(read, counts().read_bytes);
+    EXPECT_EQ(written, counts().written_bytes);
+  }
+  EXPECT_GT(outside, 0u) << "no page was written outside of a step";
+}
+
 INSTANTIATE_TEST_SUITE_P(Policies, DiskPolicies,
                          ::testing::Values("dense",
                                            "select=int4 prune=top_p(0.8) sinks=2 recent=16",
