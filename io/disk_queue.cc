@@ -34,10 +34,12 @@ bool follows(const DiskRequest& next, const DiskRequest& last, std::uint64_t end
 
 }  // namespace
 
-DiskQueue::DiskQueue(Disk& disk, SectorSums& sums, std::string name, DiskLimits limits)
+DiskQueue::DiskQueue(Disk& disk, SectorSums& sums, std::string name, DiskLimits limits,
+                     DiskWatch* watch)
     : disk_(disk),
       sums_(sums),
       name_(std::move(name)),
+      watch_(watch),
       limits_(limits),
       operations_(limits.depth),
       results_(kResultsAtOnce) {
@@ -63,6 +65,7 @@ void DiskQueue::step(bool wait) {
   }
   while (has_room && begin_next()) has_room = refused_.empty();
   const std::size_t count = disk_.retire(results_, wait);
+  if (count > 0 && watch_ != nullptr) watch_->answered();
   for (std::size_t i = 0; i < count; ++i) retire(results_[i]);
 }
 

@@ -61,8 +61,10 @@ struct DiskCounts {
 // For one thread.
 class DiskQueue {
  public:
-  // `name` stands in errors. `disk` and `sums` outlive the object.
-  DiskQueue(Disk& disk, SectorSums& sums, std::string name, DiskLimits limits);
+  // `name` stands in errors. `disk`, `sums` and `watch` outlive the object; `watch`, which may be
+  // null, hears of every answer.
+  DiskQueue(Disk& disk, SectorSums& sums, std::string name, DiskLimits limits,
+            DiskWatch* watch = nullptr);
 
   void add(DiskRequest request);
   // Gives the disk what it has room for and finishes what it has done; with `wait`, sleeps until
@@ -108,6 +110,7 @@ class DiskQueue {
   Disk& disk_;
   SectorSums& sums_;
   std::string name_;
+  DiskWatch* watch_;
   DiskLimits limits_;
   std::deque<DiskRequest> urgent_;
   std::deque<DiskRequest> background_;

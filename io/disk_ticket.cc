@@ -4,9 +4,17 @@
 #include <utility>
 
 namespace sluice {
+namespace {
+
+// The time of a disk is counted in parts, so that a process that was stopped for long finds the
+// answers that came meanwhile before it gives up.
+constexpr int kParts = 16;
+
+}  // namespace
 
 void DiskBatch::fail(std::size_t request, const Error& error) {
   const std::lock_guard lock(mutex_);
+  if (done_) return;
   const auto place = std::lower_bound(
       failures_.begin(), failures_.end(), request,
       [](const DiskFailure& failure, std::size_t r) { return failure.request < r; });
@@ -21,15 +29,36 @@ void DiskBatch::finish_part() {
   finished_.notify_all();
 }
 
+void DiskBatch::wait() {
+  std::unique_lock lock(mutex_);
+  if (watch_ == nullptr) return finished_.wait(lock, [&] { return done_; });
+  const DiskPatience& patience = watch_->patience();
+  std::uint64_t answers = watch_->answers();
+  int silent = 0;
+  while (!done_ && !watch_->is_given_up()) {
+    const bool passed = patience.clock->wait(finished_, lock, patience.most / kParts);
+    if (std::exchange(answers, watch_->answers()) != answers) {
+      silent = 0;
+    } else if (passed && ++silent == kParts && !done_) {
+      watch_->give_up();
+    }
+  }
+  if (done_) return;
+  done_ = true;
+  failures_.clear();
+  for (std::size_t i = 0; i < requests_; ++i) failures_.push_back({i, watch_->error()});
+  finished_.notify_all();
+}
+
 DiskTicket& DiskTicket::operator=(DiskTicket&& other) noexcept {
   if (this == &other) return *this;
-  if (batch_) wait_until_done();
+  if (batch_) batch_->wait();
   batch_ = std::move(other.batch_);
   return *this;
 }
 
 DiskTicket::~DiskTicket() {
-  if (batch_) wait_until_done();
+  if (batch_) batch_->wait();
 }
 
 bool DiskTicket::done() const {
@@ -42,18 +71,13 @@ bool DiskTicket::wait_for(std::chrono::nanoseconds timeout) const {
   return batch_->finished_.wait_for(lock, timeout, [&] { return batch_->done_; });
 }
 
-void DiskTicket::wait_until_done() const {
-  std::unique_lock lock(batch_->mutex_);
-  batch_->finished_.wait(lock, [&] { return batch_->done_; });
-}
-
 void DiskTicket::wait() const {
-  wait_until_done();
+  batch_->wait();
   if (!batch_->failures_.empty()) throw Error(batch_->failures_.front().error);
 }
 
 std::vector<DiskFailure> DiskTicket::failures() const {
-  wait_until_done();
+  batch_->wait();
   return batch_->failures_;
 }
 

@@ -7,8 +7,10 @@
 #include <cstddef>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
+#include "io/disk_watch.h"
 #include "sluice/errors.h"
 
 namespace sluice {
@@ -21,24 +23,34 @@ struct DiskFailure {
 // The state of a batch that its caller and the disk's threads share.
 class DiskBatch {
  public:
-  // `parts` must be finished before the batch is.
-  explicit DiskBatch(std::size_t parts) : left_(parts), done_(parts == 0) {}
+  // `parts` of `requests` must be finished before the batch is. Without a watch, those who wait for
+  // it are patient.
+  explicit DiskBatch(std::size_t parts, std::size_t requests = 0,
+                     std::shared_ptr<DiskWatch> watch = nullptr)
+      : left_(parts), requests_(requests), watch_(std::move(watch)), done_(parts == 0) {}
 
+  // Both do nothing once the disk was given up.
   void fail(std::size_t request, const Error& error);
   void finish_part();
 
  private:
   friend class DiskTicket;
 
+  // Waits until done, or gives up and fails every request.
+  void wait();
+
   std::atomic<std::size_t> left_;
+  std::size_t requests_;
+  std::shared_ptr<DiskWatch> watch_;
   std::mutex mutex_;
   std::condition_variable finished_;
   bool done_;
   std::vector<DiskFailure> failures_;
 };
 
-// Memory of a batch's requests belongs to the disk until done(). Any one thread at a time may use a
-// ticket. The destructor waits, because the disk would else write into memory that is gone.
+// Memory of a batch's requests belongs to the disk until done(), and for good if the disk was given
+// up (see PageStore). Any one thread at a time may use a ticket. The destructor waits, because the
+// disk would else write into memory that is gone.
 class DiskTicket {
  public:
   explicit DiskTicket(std::shared_ptr<DiskBatch> batch) : batch_(std::move(batch)) {}
@@ -49,8 +61,7 @@ class DiskTicket {
   ~DiskTicket();
 
   bool done() const;
-  // Returns done() after at most `timeout`: a disk that stopped answering is the caller's to
-  // report.
+  // Returns done() after at most `timeout`.
   bool wait_for(std::chrono::nanoseconds timeout) const;
   // Waits until done, then throws the failed request's error, of the first one in the batch.
   void wait() const;
@@ -59,8 +70,6 @@ class DiskTicket {
   std::vector<DiskFailure> failures() const;
 
  private:
-  void wait_until_done() const;
-
   std::shared_ptr<DiskBatch> batch_;
 };
 

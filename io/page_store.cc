@@ -52,48 +52,44 @@ std::uint64_t random_number() {
 
 }  // namespace
 
-// One file, its thread and the requests on their way to it.
+// One file and the requests on their way to it. All but run() is called by any thread.
 class PageStore::Lane {
  public:
-  Lane(SpillFile file, std::string description, const PageStoreConfig& config, DiskFactory factory,
-       SectorSums& sums)
+  Lane(SpillFile file, std::string description, DiskLimits limits, std::shared_ptr<DiskWatch> watch,
+       std::shared_ptr<SectorSums> sums)
       : file_(std::move(file)),
         description_(std::move(description)),
-        limits_(config.limits),
-        sums_(sums) {
-    std::promise<void> ready;
-    std::future<void> is_ready = ready.get_future();
-    const auto body = [&, this] {
-      try {
-        disk_ = factory(file_, limits_, config.arenas);
-        check(disk_ != nullptr, "page store: the factory made no disk");
-      } catch (...) {
-        ready.set_exception(std::current_exception());
-        return;
-      }
-      ready.set_value();
-      run();
-    };
+        limits_(limits),
+        watch_(std::move(watch)),
+        sums_(std::move(sums)) {}
+
+  // Call before run(), in the same thread.
+  void open(const DiskFactory& factory, const std::vector<std::span<std::byte>>& arenas) {
+    disk_ = factory(file_, limits_, arenas);
+    check(disk_ != nullptr, "page store: the factory made no disk");
+  }
+
+  // Serves requests until stop() was called and all are done.
+  void run() {
+    DiskQueue queue(*disk_, *sums_, file_.directory().string(), limits_, watch_.get());
     try {
-      thread_ = std::thread(body);
-      is_ready.get();
-    } catch (const std::system_error& error) {
-      if (thread_.joinable()) thread_.join();
-      throw Error(ErrorCode::io, "the thread that reads the disk cannot be started: " +
-                                     std::string(error.what()) + "; raise the limit ('ulimit -u')");
-    } catch (...) {
-      thread_.join();
-      throw;
+      while (take(queue)) queue.step(true);
+    } catch (const Error& error) {
+      {
+        const std::lock_guard lock(mutex_);
+        dead_ = error;
+      }
+      take(queue);
+      queue.abandon(error);
     }
   }
 
-  ~Lane() {
+  void stop() {
     {
       const std::lock_guard lock(mutex_);
       stops_ = true;
     }
     disk_->wake();
-    thread_.join();
   }
 
   void add(std::vector<DiskRequest> requests) {
@@ -120,20 +116,6 @@ class PageStore::Lane {
   }
 
  private:
-  void run() {
-    DiskQueue queue(*disk_, sums_, file_.directory().string(), limits_);
-    try {
-      while (take(queue)) queue.step(true);
-    } catch (const Error& error) {
-      {
-        const std::lock_guard lock(mutex_);
-        dead_ = error;
-      }
-      take(queue);
-      queue.abandon(error);
-    }
-  }
-
   // Takes what has come in. Returns false once there is nothing left to do, ever.
   bool take(DiskQueue& queue) {
     {
@@ -151,8 +133,9 @@ class PageStore::Lane {
   SpillFile file_;
   std::string description_;
   DiskLimits limits_;
-  SectorSums& sums_;
-  std::unique_ptr<Disk> disk_;  // before the thread ends only wake() is called from outside
+  std::shared_ptr<DiskWatch> watch_;
+  std::shared_ptr<SectorSums> sums_;
+  std::unique_ptr<Disk> disk_;  // before run() ends only wake() is called from outside
   mutable std::mutex mutex_;
   std::vector<DiskRequest> incoming_;
   std::vector<DiskRequest> taken_;  // the thread's own
@@ -160,6 +143,51 @@ class PageStore::Lane {
   DiskCounts counts_;
   bool sleeps_ = false;  // the thread sleeps or is about to: wake it
   bool stops_ = false;
+};
+
+// A lane and its thread, which outlives this object if the disk was given up.
+class PageStore::LaneThread {
+ public:
+  LaneThread(std::shared_ptr<Lane> lane, std::shared_ptr<DiskWatch> watch,
+             const DiskFactory& factory, const std::vector<std::span<std::byte>>& arenas)
+      : lane_(std::move(lane)), watch_(std::move(watch)) {
+    std::promise<void> ready;
+    std::future<void> is_ready = ready.get_future();
+    const auto body = [&, own = lane_] {
+      try {
+        own->open(factory, arenas);
+      } catch (...) {
+        ready.set_exception(std::current_exception());
+        return;
+      }
+      ready.set_value();  // after which only the lane is there
+      own->run();
+    };
+    try {
+      thread_ = std::thread(body);
+      is_ready.get();
+    } catch (const std::system_error& error) {
+      if (thread_.joinable()) thread_.join();
+      throw Error(ErrorCode::io, "the thread that reads the disk cannot be started: " +
+                                     std::string(error.what()) + "; raise the limit ('ulimit -u')");
+    } catch (...) {
+      thread_.join();
+      throw;
+    }
+  }
+  LaneThread(const LaneThread&) = delete;
+  LaneThread& operator=(const LaneThread&) = delete;
+
+  ~LaneThread() {
+    lane_->stop();
+    watch_->is_given_up() ? thread_.detach() : thread_.join();
+  }
+
+  Lane* operator->() const { return lane_.get(); }
+
+ private:
+  std::shared_ptr<Lane> lane_;
+  std::shared_ptr<DiskWatch> watch_;
   std::thread thread_;
 };
 
@@ -175,8 +203,9 @@ PageStore::PageStore(const PageStoreConfig& config)
   for (const std::filesystem::path& directory : config.directories) {
     files.push_back(SpillFile::create(directory, bytes));
   }
+  watch_ = std::make_shared<DiskWatch>(config.patience, config.directories.front().string());
   sums_ =
-      std::make_unique<SectorSums>(config.regions, region_bytes_ / kSectorBytes, random_number());
+      std::make_shared<SectorSums>(config.regions, region_bytes_ / kSectorBytes, random_number());
   for (SpillFile& file : files) {
     DiskFactory factory = config.factory;
     std::string description = file.directory().string() + ": a device of the caller";
@@ -185,8 +214,9 @@ PageStore::PageStore(const PageStoreConfig& config)
       factory = factory_of(mode.access);
       description = std::move(mode.description);
     }
-    lanes_.push_back(std::make_unique<Lane>(std::move(file), std::move(description), config,
-                                            std::move(factory), *sums_));
+    auto lane = std::make_shared<Lane>(std::move(file), std::move(description), config.limits,
+                                       watch_, sums_);
+    lanes_.push_back(std::make_unique<LaneThread>(std::move(lane), watch_, factory, config.arenas));
   }
 }
 
@@ -237,17 +267,22 @@ void PageStore::split(DiskRequest request, std::uint64_t address, std::size_t by
   }
 }
 
-DiskTicket PageStore::submit(Parts parts) {
+DiskTicket PageStore::submit(Parts parts, std::size_t requests) {
   std::size_t count = 0;
-  for (const auto& requests : parts) count += requests.size();
-  auto batch = std::make_shared<DiskBatch>(count);
+  for (const auto& its : parts) count += its.size();
+  auto batch = std::make_shared<DiskBatch>(count, requests, watch_);
+  if (watch_->is_given_up()) {
+    DiskTicket refused(std::move(batch));
+    refused.failures();  // ends it
+    return refused;
+  }
   for (std::size_t i = 0; i < lanes_.size(); ++i) {
     if (parts[i].empty()) continue;
     // Neighbours have to stand side by side to be merged.
     std::stable_sort(parts[i].begin(), parts[i].end(),
                      [](const auto& a, const auto& b) { return a.offset < b.offset; });
     for (DiskRequest& request : parts[i]) request.batch = batch;
-    lanes_[i]->add(std::move(parts[i]));
+    (*lanes_[i])->add(std::move(parts[i]));
   }
   return DiskTicket(std::move(batch));
 }
@@ -262,7 +297,7 @@ DiskTicket PageStore::read(std::span<const PageRead> reads, DiskPriority priorit
     split(request, one.address, one.destination.size(), parts);
     ++request.place;
   }
-  return submit(std::move(parts));
+  return submit(std::move(parts), reads.size());
 }
 
 DiskTicket PageStore::write(std::span<const PageWrite> writes, DiskPriority priority) {
@@ -278,7 +313,7 @@ DiskTicket PageStore::write(std::span<const PageWrite> writes, DiskPriority prio
     split(request, one.address, one.source.size(), parts);
     ++request.place;
   }
-  return submit(std::move(parts));
+  return submit(std::move(parts), writes.size());
 }
 
 DiskTicket PageStore::flush() {
@@ -286,21 +321,21 @@ DiskTicket PageStore::flush() {
   DiskRequest request;
   request.action = DiskAction::flush;
   for (auto& requests : parts) requests.push_back(request);
-  return submit(std::move(parts));
+  return submit(std::move(parts), 1);
 }
 
 void PageStore::forget(std::uint64_t region) { sums_->forget(region); }
 
 std::vector<std::string> PageStore::descriptions() const {
   std::vector<std::string> lines;
-  for (const auto& lane : lanes_) lines.push_back(lane->description());
+  for (const auto& lane : lanes_) lines.push_back((*lane)->description());
   return lines;
 }
 
 DiskCounts PageStore::counts() const {
   DiskCounts total;
   for (const auto& lane : lanes_) {
-    const DiskCounts counts = lane->counts();
+    const DiskCounts counts = (*lane)->counts();
     total.requests += counts.requests;
     total.failures += counts.failures;
     total.operations += counts.operations;

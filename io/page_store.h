@@ -15,11 +15,13 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "io/disk_mode.h"
 #include "io/disk_queue.h"
 #include "io/disk_ticket.h"
+#include "io/disk_watch.h"
 
 namespace sluice {
 
@@ -35,6 +37,7 @@ struct PageStoreConfig {
   std::vector<std::span<std::byte>> arenas;
   // Instead of `access` and its test; for tests and other devices.
   DiskFactory factory;
+  DiskPatience patience;
 };
 
 struct PageRead {
@@ -51,6 +54,10 @@ struct PageWrite {
 // no lock between them. Memory of a request belongs to the store until its ticket is done, and so
 // do its sectors: a read that overlaps an unfinished write, or two such writes, get Error{corrupt}
 // or the newer bytes, never others.
+//
+// If no disk of the store answers for `patience.most` while one is waited for, the store gives up:
+// every request that is not done and every later one ends with Error{io}. Memory of requests that
+// were not done must then be left to keep(), because the disk may still answer.
 class PageStore {
  public:
   // Reserves all files and tests each. Throws what SpillFile::create() and choose_disk_mode()
@@ -59,7 +66,8 @@ class PageStore {
   explicit PageStore(const PageStoreConfig& config);
   PageStore(const PageStore&) = delete;
   PageStore& operator=(const PageStore&) = delete;
-  // Finishes what was asked for.
+  // Finishes what was asked for, unless the store gave up: then a thread waits for the disk until
+  // the process ends.
   ~PageStore();
 
   // Memory that the store needs for checksums (8 bytes per sector) and its queues, for a plan.
@@ -84,21 +92,26 @@ class PageStore {
   // One line per directory: how it is read, and why not better.
   std::vector<std::string> descriptions() const;
   DiskCounts counts() const;  // of all files together
+  bool has_given_up() const { return watch_->is_given_up(); }
+  // Keeps memory of requests for as long as a disk that was given up may use it.
+  void keep(std::shared_ptr<void> memory) { watch_->keep(std::move(memory)); }
 
  private:
   class Lane;
+  class LaneThread;
   using Parts = std::vector<std::vector<DiskRequest>>;  // [files]
 
   void check_request(std::uint64_t address, const std::byte* data, std::size_t bytes) const;
   void split(DiskRequest request, std::uint64_t address, std::size_t bytes, Parts& parts) const;
-  DiskTicket submit(Parts parts);
+  DiskTicket submit(Parts parts, std::size_t requests);
 
   std::uint64_t region_bytes_;
   std::uint64_t total_bytes_;
   std::uint64_t stripe_bytes_;
   std::vector<std::span<std::byte>> arenas_;
-  std::unique_ptr<SectorSums> sums_;
-  std::vector<std::unique_ptr<Lane>> lanes_;  // [directories]
+  std::shared_ptr<DiskWatch> watch_;
+  std::shared_ptr<SectorSums> sums_;
+  std::vector<std::unique_ptr<LaneThread>> lanes_;  // [directories]
 };
 
 }  // namespace sluice

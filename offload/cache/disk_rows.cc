@@ -41,6 +41,11 @@ DiskRows::DiskRows(Queue& queue, const KvPlan& plan, DiskPages& pages)
   errors_.resize(static_cast<std::size_t>(plan.decode_batch));
 }
 
+DiskRows::~DiskRows() {
+  fetches_.clear();  // waits
+  pages_->keep(std::move(units_));
+}
+
 std::int64_t DiskRows::head_stride() const {
   return (view_.ways() + placed_rows_) * static_cast<std::int64_t>(shape_.row_bytes());
 }

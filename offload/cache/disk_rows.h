@@ -44,6 +44,9 @@ class DiskRows {
  public:
   // Work is issued to `queue`. Throws what Backend::allocate() throws.
   DiskRows(Queue& queue, const KvPlan& plan, DiskPages& pages);
+  DiskRows(const DiskRows&) = delete;
+  DiskRows& operator=(const DiskRows&) = delete;
+  ~DiskRows();
 
   // Call when a step begins, after its page tables were written.
   void begin_step();

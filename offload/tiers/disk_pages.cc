@@ -25,7 +25,21 @@ DiskPages::DiskPages(Queue& queue, const KvPlan& plan, const DiskSource& source)
   config.directories = source.directories;
   config.access = source.access;
   config.factory = source.factory;
+  config.patience = source.patience;
   store_ = std::make_unique<PageStore>(config);
+}
+
+DiskPages::~DiskPages() {
+  for (std::optional<DiskTicket>& read : reads_) read.reset();
+  for (Write& write : writes_) write.ticket.reset();
+  keep(std::move(streamed_));
+  keep(std::move(written_));
+}
+
+// A buffer that is kept is never freed, because its backend may be gone once the disk answers.
+void DiskPages::keep(Buffer buffer) {
+  if (!store_->has_given_up()) return;
+  store_->keep(std::shared_ptr<Buffer>(new Buffer(std::move(buffer)), [](Buffer*) {}));
 }
 
 std::byte* DiskPages::page_in(const Buffer& buffer, std::size_t half, int head, std::int64_t page,

@@ -26,6 +26,7 @@ struct DiskSource {
   std::vector<std::filesystem::path> directories;
   DiskAccess access = DiskAccess::automatic;
   DiskFactory factory = {};
+  DiskPatience patience = {};
 };
 
 // A page whose rows are on the device: those of KV head 0, and the bytes from one head to the next.
@@ -46,6 +47,9 @@ class DiskPages {
   // `queue` copies; nothing else of it is used. Throws what PageStore's constructor and
   // Backend::allocate() throw.
   DiskPages(Queue& queue, const KvPlan& plan, const DiskSource& source);
+  DiskPages(const DiskPages&) = delete;
+  DiskPages& operator=(const DiskPages&) = delete;
+  ~DiskPages();
 
   // Copies that follow start after all work issued to `queue` so far.
   void wait_for(Queue& queue) { queue_->wait_for(queue); }
@@ -80,6 +84,9 @@ class DiskPages {
   void wait_for_writes();
   // The reason for which pages may be unreadable, for messages; empty if there is none.
   std::string failure() const;
+
+  // Takes memory of requests whose owner ends: frees it, unless a silent disk may still use it.
+  void keep(Buffer buffer);
 
   PageStore& store() { return *store_; }
   const DiskLayout& layout() const { return layout_; }

@@ -22,6 +22,7 @@
 #include "io/sector_buffer.h"
 #include "tests/io/test_files.h"
 #include "tests/support/random.h"
+#include "tests/support/silent_disk.h"
 #include "tests/support/test_disk.h"
 
 namespace sluice {
@@ -227,6 +228,16 @@ TEST_F(PageStoreTest, SeesBytesThatChangedOnDisk) {
                [&] { ticket.wait(); });
 }
 
+class KeepingDisk : public testing::SilentDisk {
+ public:
+  KeepingDisk(std::size_t sectors, std::shared_ptr<const testing::Silence> silence,
+              std::shared_ptr<SectorBuffer> memory)
+      : SilentDisk(sectors, std::move(silence)), memory_(std::move(memory)) {}
+
+ private:
+  std::shared_ptr<SectorBuffer> memory_;
+};
+
 TEST_F(PageStoreTest, AFileThatIsCutOffUnderItIsAnError) {
   const Opened opened = open_with_descriptor(config());
   SectorBuffer memory(kRegionBytes);
@@ -301,6 +312,48 @@ TEST_F(PageStoreTest, ADeviceThatBreaksFailsEveryRequestAndNeverHangs) {
     ASSERT_TRUE(ticket.wait_for(std::chrono::seconds(20)));
     expect_error(ErrorCode::io, "the ring broke", [&] { ticket.wait(); });
   }
+}
+
+// What was asked for ends with an error, as does all that comes later, and the store ends, too.
+TEST_F(PageStoreTest, ASilentDiskIsGivenUpAndNeverHangs) {
+  const auto silence = std::make_shared<testing::Silence>();
+  const auto clock = std::make_shared<testing::TestClock>();
+  const auto memory = std::make_shared<SectorBuffer>(kSectors * kSectorBytes);
+  PageStoreConfig settings = config(2);
+  settings.patience.clock = clock;
+  settings.factory = [&](const SpillFile& file, const DiskLimits&, auto) {
+    // The disk keeps the memory, because it may answer after the test.
+    return std::unique_ptr<Disk>(
+        std::make_unique<KeepingDisk>(file.size() / kSectorBytes, silence, memory));
+  };
+  auto store = std::make_unique<PageStore>(settings);
+  std::vector<PageWrite> writes;
+  std::vector<PageRead> reads;
+  for (std::uint64_t sector = 0; sector < 8; sector += 2) {
+    writes.push_back({sector * kSectorBytes, memory->sectors(sector, 2)});
+    reads.push_back({sector * kSectorBytes, memory->sectors(32 + sector, 2)});
+  }
+  store->write(writes).wait();
+  silence->is_silent = true;
+  auto read = std::make_unique<DiskTicket>(store->read(reads, DiskPriority::urgent));
+  auto dropped = std::make_unique<DiskTicket>(store->write(writes));
+  EXPECT_FALSE(read->wait_for(std::chrono::milliseconds(20)));
+  clock->passes = true;
+  const std::vector<DiskFailure> failures = read->failures();
+  ASSERT_EQ(failures.size(), reads.size());
+  for (const DiskFailure& failure : failures) EXPECT_EQ(failure.error.code(), ErrorCode::io);
+  EXPECT_TRUE(store->has_given_up());
+  EXPECT_EQ(clock->waited, std::chrono::nanoseconds(settings.patience.most).count());
+  silence->is_silent = false;  // too late
+  expect_error(ErrorCode::io, "has not answered for 60 s",
+               [&] { store->read(reads, DiskPriority::urgent).wait(); });
+  expect_error(ErrorCode::io, "has not answered for 60 s", [&] { store->write(writes).wait(); });
+  EXPECT_THROW(store->flush().wait(), Error);
+  silence->is_silent = true;
+  read.reset();
+  dropped.reset();
+  store.reset();
+  silence->is_silent = false;
 }
 
 TEST_F(PageStoreTest, RefusesSizesThatMakeNoSense) {

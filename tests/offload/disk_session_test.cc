@@ -12,6 +12,7 @@
 #include <optional>
 #include <set>
 #include <span>
+#include <string>
 #include <thread>
 #include <tuple>
 #include <utility>
@@ -26,6 +27,7 @@
 #include "tests/support/plan.h"
 #include "tests/support/random.h"
 #include "tests/support/script.h"
+#include "tests/support/silent_disk.h"
 #include "tests/support/simulated_disk.h"
 #include "tests/support/test_disk.h"
 #include "tests/support/twin_sessions.h"
@@ -561,6 +563,49 @@ TEST_F(DiskSessions, UnreadablePageEndsOneSessionOfABatch) {
     // The others go on.
     KvSession* const left[] = {ones.data(), &ones[2]};
     EXPECT_NO_THROW(testing::step_together(left, std::span(scripts).first(2)));
+  }
+}
+
+// A disk that stops answering ends the sessions that want something of it, after a time; nothing
+// hangs, neither a step nor the end of the pool.
+TEST_F(DiskSessions, ASilentDiskEndsItsSessions) {
+  for (const char* const name :
+       {"dense", "select=int4 prune=top_k(50)", "select=int4 prune=top_k(20) early=layer"}) {
+    SCOPED_TRACE(name);
+    const Policy policy = parse_policy(name);
+    const auto policies = policy == Policy() ? std::span<const Policy>() : std::span(&policy, 1);
+    const KvPlan plan = plan_of(kShape, policy, DeviceTier::own, 0);
+    const auto silence = std::make_shared<testing::Silence>();
+    const auto clock = std::make_shared<testing::TestClock>();
+    const DiskFactory factory = [&](const SpillFile& file, const DiskLimits&, auto) {
+      return std::make_unique<testing::SilentDisk>(file.size() / kSectorBytes, silence);
+    };
+    auto on_disk = std::make_shared<KvPool>(
+        backend_.make_queue(), plan, policies, own_scorers(), HostAttender(),
+        DiskSource{{parent_}, DiskAccess::automatic, factory, {std::chrono::seconds(60), clock}});
+    const Script script(kShape, kContext, 5);
+    std::vector<KvSession> sessions;
+    for (int i = 0; i < 2; ++i) script.prefill(sessions.emplace_back(on_disk), 400);
+    on_disk->disk()->wait_for_writes();
+    silence->is_silent = true;
+    clock->passes = true;
+    for (KvSession& session : sessions) {
+      try {
+        while (session.length() < kContext) script.step(session, Phase::decode, 1);
+        ADD_FAILURE() << "the disk was never asked";
+      } catch (const Error& error) {
+        EXPECT_EQ(error.code(), ErrorCode::io);
+        EXPECT_NE(std::string(error.what()).find("has not answered for 60 s"), std::string::npos)
+            << error.what();
+      }
+      EXPECT_TRUE(session.in_step());
+    }
+    EXPECT_LE(clock->waited, std::chrono::nanoseconds(std::chrono::seconds(120)).count());
+    KvSession late(on_disk);
+    EXPECT_THROW(script.prefill(late, 600), Error);
+    sessions.clear();
+    late = KvSession(on_disk);
+    on_disk.reset();
   }
 }
 
