@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "offload/step/kv_batch.h"
+#include "offload/tiers/disk_pages.h"
 #include "sluice/errors.h"
 
 namespace sluice {
@@ -73,33 +74,74 @@ void draw(const SessionToken& token, std::int64_t position, StepResult& result) 
 
 }  // namespace
 
+namespace {
+
+// Corrects the sessions that are due and begins a step of those whose pages could be read from
+// disk. Returns their places; `results` has the errors of the others, which have ended.
+std::vector<std::size_t> begin(std::span<const SessionToken> tokens, std::optional<KvBatch>& batch,
+                               std::vector<StepResult>& results) {
+  std::vector<std::size_t> corrected;
+  std::vector<KvSession*> sessions;
+  for (std::size_t i = 0; i < tokens.size(); ++i) {
+    try {
+      tokens[i].session->correct_if_due();
+    } catch (const Error& error) {
+      if (!is_disk_failure(error) || !tokens[i].session->kv.in_step()) throw;
+      results[i].error = error;
+      continue;
+    }
+    corrected.push_back(i);
+    sessions.push_back(&tokens[i].session->kv);
+  }
+  const std::vector<std::optional<Error>> ended = KvBatch::begin(batch, sessions);
+  std::vector<std::size_t> places;
+  for (std::size_t i = 0; i < corrected.size(); ++i) {
+    if (ended[i]) {
+      results[corrected[i]].error = ended[i];
+    } else {
+      places.push_back(corrected[i]);
+    }
+  }
+  return places;
+}
+
+}  // namespace
+
 std::vector<StepResult> step_sessions(Engine::Impl& engine, std::span<const SessionToken> tokens) {
   std::vector<Session::Impl*> impls;
   std::vector<KvSession*> sessions;
-  std::vector<TokenId> ids;
   for (const SessionToken& token : tokens) {
     impls.push_back(token.session);
     sessions.push_back(&token.session->kv);
-    ids.push_back(token.token);
   }
   const Turn turn(engine, impls);
   require_valid(tokens, engine);
   KvBatch::require_fit(sessions);
-  for (Session::Impl* session : impls) session->correct_if_due();
+  std::vector<StepResult> results(tokens.size());
+  std::optional<KvBatch> batch;
+  const std::vector<std::size_t> places = begin(tokens, batch, results);
+  if (places.empty()) return results;
+  std::vector<SessionToken> stepped;
+  std::vector<TokenId> ids;
   std::vector<std::int64_t> positions;  // of the tokens that follow
-  for (const KvSession* session : sessions) positions.push_back(session->length() + 1);
-  KvBatch batch(sessions);
-  engine.decoder->decode(ids, batch);
-  std::vector<StepResult> results = read(tokens, positions, engine);
-  const std::vector<std::optional<Error>> outcomes = batch.end();
-  for (std::size_t i = 0; i < tokens.size(); ++i) {
+  for (const std::size_t place : places) {
+    stepped.push_back(tokens[place]);
+    ids.push_back(tokens[place].token);
+    positions.push_back(tokens[place].session->kv.length() + 1);
+  }
+  engine.decoder->decode(ids, *batch);
+  std::vector<StepResult> stepped_results = read(stepped, positions, engine);
+  const std::vector<std::optional<Error>> outcomes = batch->end();
+  for (std::size_t i = 0; i < places.size(); ++i) {
+    StepResult& result = results[places[i]];
     if (outcomes[i]) {
-      results[i] = {outcomes[i], -1, {}};
+      result.error = outcomes[i];
       continue;
     }
-    impls[i]->remember({&tokens[i].token, 1});
-    impls[i]->note({&tokens[i].token, 1});
-    draw(tokens[i], positions[i], results[i]);
+    result = stepped_results[i];
+    stepped[i].session->remember({&ids[i], 1});
+    stepped[i].session->note({&ids[i], 1});
+    draw(stepped[i], positions[i], result);
   }
   return results;
 }

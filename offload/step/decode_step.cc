@@ -4,6 +4,7 @@
 #include <bit>
 
 #include "lib/check.h"
+#include "offload/tiers/disk_pages.h"
 
 namespace sluice {
 namespace {
@@ -86,7 +87,7 @@ void DecodeStep::attend_runs(int layer, const Queries& queries) {
     try {
       runs_[i].attend(layer, own);
     } catch (const Error& error) {
-      if (error.code() != ErrorCode::io && error.code() != ErrorCode::corrupt) throw;
+      if (!is_disk_failure(error)) throw;
       failures_[i] = error;
     }
   }

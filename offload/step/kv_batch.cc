@@ -5,6 +5,7 @@
 #include <string>
 
 #include "lib/check.h"
+#include "offload/tiers/disk_pages.h"
 
 namespace sluice {
 namespace {
@@ -35,6 +36,29 @@ KvBatch::KvBatch(std::span<KvSession* const> sessions)
     throw;
   }
   step_.begin(tokens, sessions_.front()->policy());
+}
+
+// A session that ended stays in its step, and the constructor rolls the others back.
+std::vector<std::optional<Error>> KvBatch::begin(std::optional<KvBatch>& batch,
+                                                 std::span<KvSession* const> sessions) {
+  std::vector<std::optional<Error>> ended(sessions.size());
+  while (true) {
+    std::vector<KvSession*> left;
+    for (std::size_t i = 0; i < sessions.size(); ++i) {
+      if (!ended[i]) left.push_back(sessions[i]);
+    }
+    if (left.empty()) return ended;
+    try {
+      batch.emplace(left);
+      return ended;
+    } catch (const Error& error) {
+      const auto at = std::find_if(left.begin(), left.end(),
+                                   [](const KvSession* session) { return session->in_step(); });
+      if (!is_disk_failure(error) || at == left.end()) throw;
+      ended[static_cast<std::size_t>(std::find(sessions.begin(), sessions.end(), *at) -
+                                     sessions.begin())] = error;
+    }
+  }
 }
 
 KvBatch::KvBatch(KvSession& session, std::int64_t tokens)

@@ -17,6 +17,11 @@ class KvBatch {
   // and for more than plan().decode_batch of them; Error{internal} for one that failed earlier, and
   // Error{prompt} or Error{memory} if there is no room; nothing has changed then.
   explicit KvBatch(std::span<KvSession* const> sessions);
+  // Begins a step of those sessions whose pages can be read from disk. Returns the error of each
+  // that ended because one could not; the others go on, without `batch` if there are none. Throws
+  // the other errors of the constructor, with nothing changed but for sessions that ended.
+  static std::vector<std::optional<Error>> begin(std::optional<KvBatch>& batch,
+                                                 std::span<KvSession* const> sessions);
   // Several tokens of one session, at most decode_room(), each as if it were decoded by itself.
   // takes() must be true. Throws what KvSession::begin() throws.
   KvBatch(KvSession& session, std::int64_t tokens);

@@ -8,6 +8,10 @@
 
 namespace sluice {
 
+bool is_disk_failure(const Error& error) {
+  return error.code() == ErrorCode::io || error.code() == ErrorCode::corrupt;
+}
+
 std::byte* first_sector(const Buffer& buffer) {
   const auto at = reinterpret_cast<std::uintptr_t>(buffer.data());
   return buffer.data() + (kSectorBytes - at % kSectorBytes) % kSectorBytes;

@@ -36,6 +36,9 @@ struct DevicePage {
   std::int64_t head_stride = 0;
 };
 
+// True for the errors of a page that could not be read.
+bool is_disk_failure(const Error& error);
+
 // The first byte of a buffer that may be a disk's: buffers are aligned to less than a sector.
 std::byte* first_sector(const Buffer& buffer);
 

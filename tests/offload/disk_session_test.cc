@@ -435,13 +435,8 @@ class FaultySessions : public DiskSessions {
         return;
       }
       std::vector<std::optional<Error>> outcomes;
-      std::vector<std::vector<float>> actual;
-      try {
-        actual = testing::step_together(ones, scripts, outcomes);
-      } catch (const Error&) {
-        // A page that a session continues could not be read; that session says so.
-        return drop_failed();
-      }
+      const std::vector<std::vector<float>> actual =
+          testing::step_readable(ones, scripts, outcomes);
       const auto expected = testing::step_together(others, scripts);
       for (std::size_t i = 0; i < ones.size(); ++i) {
         if (outcomes[i]) {
@@ -563,6 +558,63 @@ TEST_F(DiskSessions, UnreadablePageEndsOneSessionOfABatch) {
     // The others go on.
     KvSession* const left[] = {ones.data(), &ones[2]};
     EXPECT_NO_THROW(testing::step_together(left, std::span(scripts).first(2)));
+  }
+}
+
+// A step copies the page that it continues to the device. One that is lost ends its session alone.
+TEST_F(DiskSessions, APageThatASessionContinuesEndsItAlone) {
+  for (const char* const name : {"dense", "select=int4 prune=top_k(50)"}) {
+    SCOPED_TRACE(name);
+    const Policy policy = parse_policy(name);
+    const auto policies = policy == Policy() ? std::span<const Policy>() : std::span(&policy, 1);
+    const KvPlan plan = plan_of(kShape, policy, DeviceTier::own, 0);
+    std::pair<std::uint64_t, std::uint64_t> broken;
+    const DiskFactory factory = [&](const SpillFile& file, const DiskLimits&, auto) {
+      return std::make_unique<BrokenDisk>(file.size() / kSectorBytes, broken);
+    };
+    const auto on_disk = std::make_shared<KvPool>(
+        backend_.make_queue(), plan, policies, own_scorers(), HostAttender(),
+        DiskSource{{parent_}, DiskAccess::automatic, factory});
+    const auto in_memory = this->in_memory(plan, policy);
+    const Script script(kShape, kContext, 5);
+    std::vector<KvSession> ones;
+    std::vector<KvSession> others;
+    for (int i = 0; i < 3; ++i) {
+      script.prefill(ones.emplace_back(on_disk), 400);
+      script.prefill(others.emplace_back(in_memory), 400);
+    }
+    // The second session goes on inside page 1, in which its sequence's rows lie on disk.
+    ones[1].truncate(200);
+    on_disk->disk()->wait_for_writes();
+    const DiskLayout& layout = on_disk->disk()->layout();
+    const PageSlots page = on_disk->tables().page(1, 1, on_disk->set_of(1));
+    ASSERT_EQ(page.device, PageSlots::kNone) << "the page is not on disk";
+    broken.first = layout.address(1, 0, page.host);
+    broken.second = broken.first + layout.page_bytes;
+    const std::vector<const Script*> scripts(3, &script);
+    KvSession* const now[] = {ones.data(), &ones[1], &ones[2]};
+    std::vector<std::optional<Error>> outcomes;
+    const auto actual = testing::step_readable(now, scripts, outcomes);
+    ASSERT_TRUE(outcomes[1].has_value());
+    EXPECT_EQ(outcomes[1]->code(), ErrorCode::io);
+    EXPECT_TRUE(ones[1].in_step());
+    EXPECT_THROW(ones[1].require_outside_step(), Error);
+    // The others answer as if they were alone, and go on.
+    const std::size_t living[] = {0, 2};
+    for (const std::size_t i : living) {
+      EXPECT_FALSE(outcomes[i].has_value());
+      testing::expect_same(actual[i], script.step(others[i], Phase::decode, 1), 2e-5f);
+    }
+    KvSession* const left[] = {ones.data(), &ones[2]};
+    for (int step = 0; step < 60; ++step) {
+      const auto more = testing::step_together(left, std::span(scripts).first(2));
+      for (std::size_t i = 0; i < 2; ++i) {
+        testing::expect_same(more[i], script.step(others[living[i]], Phase::decode, 1), 2e-5f);
+      }
+    }
+    // It has no step to take any more.
+    KvSession* const only[] = {&ones[1]};
+    EXPECT_THROW(testing::step_readable(only, std::span(scripts).first(1), outcomes), Error);
   }
 }
 

@@ -214,13 +214,13 @@ class Script {
   std::vector<std::vector<float>> early_q_;
 };
 
-// Decodes the next token of several sessions, each by its own script, in one step. Returns each
-// session's attention output of all layers.
-// Fills `outcomes` with what KvBatch::end() returns.
-inline std::vector<std::vector<float>> step_together(std::span<KvSession* const> sessions,
-                                                     std::span<const Script* const> scripts,
-                                                     std::vector<std::optional<Error>>& outcomes) {
-  KvBatch batch(sessions);
+// The work of a batch that has begun: the next token of its sessions, each by its own script.
+// Returns each session's attention output of all layers. Fills `outcomes` with what KvBatch::end()
+// returns.
+inline std::vector<std::vector<float>> step_batch(KvBatch& batch,
+                                                  std::span<KvSession* const> sessions,
+                                                  std::span<const Script* const> scripts,
+                                                  std::vector<std::optional<Error>>& outcomes) {
   const Script& any = *scripts.front();
   const auto query_width = static_cast<std::size_t>(any.query_width());
   const auto key_width = static_cast<std::size_t>(any.key_width());
@@ -264,7 +264,40 @@ inline std::vector<std::vector<float>> step_together(std::span<KvSession* const>
   return results;
 }
 
-// The same; throws the first error.
+// The same from its beginning, in one step of all sessions.
+inline std::vector<std::vector<float>> step_together(std::span<KvSession* const> sessions,
+                                                     std::span<const Script* const> scripts,
+                                                     std::vector<std::optional<Error>>& outcomes) {
+  KvBatch batch(sessions);
+  return step_batch(batch, sessions, scripts, outcomes);
+}
+
+// The same for sessions some of whose pages may be lost: `outcomes` says which have ended.
+inline std::vector<std::vector<float>> step_readable(std::span<KvSession* const> sessions,
+                                                     std::span<const Script* const> scripts,
+                                                     std::vector<std::optional<Error>>& outcomes) {
+  std::optional<KvBatch> batch;
+  outcomes = KvBatch::begin(batch, sessions);
+  std::vector<std::vector<float>> results(sessions.size());
+  if (!batch) return results;
+  std::vector<KvSession*> left;
+  std::vector<const Script*> their;
+  for (std::size_t i = 0; i < sessions.size(); ++i) {
+    if (outcomes[i]) continue;
+    left.push_back(sessions[i]);
+    their.push_back(scripts[i]);
+  }
+  std::vector<std::optional<Error>> ends;
+  const std::vector<std::vector<float>> outputs = step_batch(*batch, left, their, ends);
+  for (std::size_t i = 0, at = 0; i < sessions.size(); ++i) {
+    if (outcomes[i]) continue;
+    outcomes[i] = ends[at];
+    results[i] = outputs[at++];
+  }
+  return results;
+}
+
+// All of them, or the first error is thrown.
 inline std::vector<std::vector<float>> step_together(std::span<KvSession* const> sessions,
                                                      std::span<const Script* const> scripts) {
   std::vector<std::optional<Error>> outcomes;
