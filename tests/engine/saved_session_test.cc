@@ -18,6 +18,7 @@
 #include <optional>
 #include <random>
 #include <set>
+#include <sstream>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -661,7 +662,8 @@ TEST_F(SavedSessions, TellASecondProcess) {
   ::close(ready[1]);
 }
 
-// A child saves two sessions in turn until it is killed. Whatever is there then loads whole.
+// A child saves two sessions in turn until it is killed, every second one while it also spills rows
+// to disk, if there is a disk here. Whatever is there then loads whole.
 TEST_F(SavedSessions, SurviveAKillAtAnyTime) {
   const std::int64_t kills = number_from("SLUICE_KILLS", 30);
   const std::uint64_t seed = testing::seed(std::random_device()());
@@ -672,6 +674,16 @@ TEST_F(SavedSessions, SurviveAKillAtAnyTime) {
   std::map<std::string, std::int64_t> lengths = {{"long", kSaved}, {"short", kSaved / 2}};
   std::string program = fs::read_symlink("/proc/self/exe").string();
   Engine engine = Engine::open(config_of(model_));
+  const auto disk = testing::disk_directory();
+  std::string caps;
+  if (disk) {
+    EngineConfig config = config_of(model_);
+    config.disk = DiskConfig{{*disk}, {}};
+    const Engine spilling = Engine::open(config);
+    const SessionOptions options = tightly(spilling, options_for(spilling, "values"), true);
+    caps = std::to_string(*options.device_memory) + " " + std::to_string(*options.host_memory) +
+           " " + disk->string();
+  }
   for (std::int64_t kill = 0; kill < kills; ++kill) {
     const pid_t child = ::fork();
     ASSERT_GE(child, 0);
@@ -679,6 +691,7 @@ TEST_F(SavedSessions, SurviveAKillAtAnyTime) {
       // Another program image, because threads do not survive a fork.
       ::setenv("SLUICE_SAVE_TO", directory().c_str(), 1);
       ::setenv("SLUICE_SAVE_FROM", model_.path().c_str(), 1);
+      if (kill % 2 == 1 && disk) ::setenv("SLUICE_SAVE_UNDER", caps.c_str(), 1);
       const int none = ::open("/dev/null", O_WRONLY);
       ::dup2(none, STDOUT_FILENO);
       ::execl(program.c_str(), program.c_str(), "--gtest_also_run_disabled_tests",
@@ -710,6 +723,31 @@ TEST_F(SavedSessions, SurviveAKillAtAnyTime) {
   EXPECT_FALSE(seen.empty());
 }
 
+// Writes rows to disk and saves them, until the process is killed. `caps`: of the device and of
+// host memory, and the disk's directory.
+[[noreturn]] void spill_and_save(EngineConfig config, const std::string& caps, const fs::path& to) {
+  std::istringstream text(caps);
+  std::uint64_t device = 0;
+  std::uint64_t host = 0;
+  std::string disk;
+  text >> device >> host >> disk;
+  config.chunk = 128;
+  config.disk = DiskConfig{{disk}, {}};
+  Engine engine = Engine::open(config);
+  SessionOptions options = options_for(engine, "values");
+  options.context = 20 * kContext;
+  options.device_memory = device;
+  options.host_memory = host;
+  put(to.parent_path() / "begun", "");
+  while (true) {
+    for (const bool is_long : {true, false}) {
+      Session session = engine.new_session(options);
+      session.prefill(random_tokens(is_long ? kSaved : kSaved / 2, is_long ? 1 : 2));
+      session.save(to, is_long ? "long" : "short");
+    }
+  }
+}
+
 // The child of the test above.
 TEST(SavingProcess, DISABLED_SavesForEver) {
   const char* const to = std::getenv("SLUICE_SAVE_TO");
@@ -718,6 +756,8 @@ TEST(SavingProcess, DISABLED_SavesForEver) {
   EngineConfig config;
   config.model = from;
   config.threads = 1;
+  const char* const caps = std::getenv("SLUICE_SAVE_UNDER");
+  if (caps != nullptr) spill_and_save(config, caps, to);
   Engine engine = Engine::open(config);
   Session longer = engine.new_session(kContext);
   longer.prefill(random_tokens(kSaved, 1));
