@@ -215,7 +215,8 @@ class KvCache {
   // A decode step of several sequences, one token of each in this order; all must have the same
   // policy in force. Every sequence gets the result that it would get by itself, except for
   // rounding. Throws Error{usage}, Error{memory} if there is no room, and Error{internal} for a
-  // sequence that failed.
+  // sequence that failed. Throws Error{io} or Error{corrupt} if a page that one of them goes on in
+  // cannot be read from disk: that sequence has failed then, and the others can step without it.
   KvStep begin_step(std::span<KvSequence* const> sequences);
 
   const KvPlan& plan() const;
