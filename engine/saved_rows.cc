@@ -1,5 +1,6 @@
 // Sessions to and from disk: see Session::save() and Engine::load_session().
 #include <algorithm>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -9,6 +10,99 @@
 
 namespace sluice {
 namespace {
+
+// The key index of a session, as far as it goes into a saved session: whole tiles, whose pages a
+// load can leave where they are.
+class IndexOfSession {
+ public:
+  explicit IndexOfSession(KvSession& kv) : kv_(&kv) {
+    if (kv.pool()->sparse() == nullptr || kv.plan().ragged) return;
+    index_ = &kv.pool()->sparse()->index();
+    name_ = index_->kind();
+    if (!name_.empty()) name_.resize((name_.size() + 7) / 8 * 8, ' ');
+  }
+
+  // Bytes of a session of `tokens` tokens, with its checksum; 0 if no index is saved.
+  std::uint64_t bytes(std::int64_t tokens) const {
+    const std::int64_t tiles = tiles_of(tokens);
+    if (name_.empty() || tiles == 0) return 0;
+    std::uint64_t bytes = 2 * sizeof(std::uint64_t) + name_.size();
+    for (int layer = 0; layer < layers(); ++layer) {
+      bytes += static_cast<std::uint64_t>(tiles) * index_->tile_bytes(layer) +
+               index_->layer_sum_bytes(layer);
+    }
+    return bytes;
+  }
+
+  // True if the saved index may take the place of this one, or if none is needed. Reads its name.
+  bool takes(SessionReader::Index& saved, std::int64_t tokens) const {
+    if (kv_->pool()->sparse() == nullptr) return true;
+    const std::uint64_t bytes = this->bytes(tokens);
+    if (bytes == 0 || saved.left() != bytes - sizeof(std::uint64_t)) return false;
+    std::uint64_t length = 0;
+    saved.read(std::as_writable_bytes(std::span(&length, 1)));
+    if (length != name_.size()) return false;
+    std::string name(name_.size(), '\0');
+    saved.read(std::as_writable_bytes(std::span(name)));
+    return name == name_;
+  }
+
+  void save(SessionWriter& writer) {
+    if (bytes(kv_->length()) == 0) return;
+    const std::uint64_t length = name_.size();
+    writer.write_index(std::as_bytes(std::span(&length, 1)));
+    writer.write_index(std::as_bytes(std::span(name_)));
+    for (int layer = 0; layer < layers(); ++layer) {
+      std::vector<std::byte> tile(index_->tile_bytes(layer));
+      for (std::int64_t i = 0; i < tiles_of(kv_->length()) && !tile.empty(); ++i) {
+        index_->save_tile(layer, slot(i), tile.data());
+        kv_->pool()->queue().synchronize();
+        writer.write_index(tile);
+      }
+    }
+    for (int layer = 0; layer < layers(); ++layer) {
+      std::vector<std::byte> sums(index_->layer_sum_bytes(layer));
+      if (sums.empty()) continue;
+      index_->save_sums(layer, kv_->sequence(), sums.data());
+      kv_->pool()->queue().synchronize();
+      writer.write_index(sums);
+    }
+  }
+
+  // After takes(): the tiles, of a session whose pages are attached.
+  void load_tiles(SessionReader::Index& saved) {
+    for (int layer = 0; index_ != nullptr && layer < layers(); ++layer) {
+      std::vector<std::byte> tile(index_->tile_bytes(layer));
+      for (std::int64_t i = 0; i < tiles_of(kv_->length()) && !tile.empty(); ++i) {
+        saved.read(tile);
+        index_->load_tile(layer, slot(i), tile.data());
+        kv_->pool()->queue().synchronize();
+      }
+    }
+  }
+  // After load_tiles(), once the session has all its tokens.
+  void load_sums(SessionReader::Index& saved) {
+    for (int layer = 0; index_ != nullptr && layer < layers(); ++layer) {
+      std::vector<std::byte> sums(index_->layer_sum_bytes(layer));
+      if (sums.empty()) continue;
+      saved.read(sums);
+      index_->load_sums(layer, kv_->sequence(), sums.data());
+      kv_->pool()->queue().synchronize();
+    }
+  }
+
+  static std::int64_t tiles_of(std::int64_t tokens) { return tokens / kPageTokens / kTilePages; }
+
+ private:
+  int layers() const { return kv_->plan().shape.layers; }
+  std::int32_t slot(std::int64_t tile) const {
+    return kv_->pool()->tables().tile(kv_->sequence(), tile);
+  }
+
+  KvSession* kv_;
+  KeyIndex* index_ = nullptr;
+  std::string name_;  // padded to whole words
+};
 
 // The buffer through which the rows of one (page, layer) piece pass while they are loaded.
 std::size_t loading_bytes(const KvShape& shape) {
@@ -32,13 +126,15 @@ void Session::Impl::save(const std::filesystem::path& directory, std::string_vie
   head.tokens.assign(history.begin(), history.begin() + kv.length());
   head.uncorrected = std::ssize(uncorrected);
   head.note = note;
-  SessionWriter writer(directory, engine->saved_kind(), head);
+  IndexOfSession index(kv);
+  SessionWriter writer(directory, engine->saved_kind(), head, index.bytes(kv.length()));
   for (std::int64_t page = 0; page * kPageTokens < kv.length(); ++page) {
     if (page > 0) turn.pause();
     for (int layer = 0; layer < kv.plan().shape.layers; ++layer) {
       writer.write(kv.page_rows(layer, page));
     }
   }
+  index.save(writer);
   writer.commit();
 }
 
@@ -50,6 +146,18 @@ void Session::Impl::load(const SessionReader& saved) {
   const std::span<const TokenId> tokens = saved.head().tokens;
   const std::int64_t total = std::ssize(tokens);
   kv.expect(total);
+  IndexOfSession index(kv);
+  SessionReader::Index saved_index(saved);
+  const std::int64_t tiles = IndexOfSession::tiles_of(total);
+  const std::shared_ptr<SavedSums> sums =
+      tiles > 0 && kv.pool()->attaches() ? saved.sector_sums() : nullptr;
+  const bool attaches = sums != nullptr && index.takes(saved_index, total);
+  if (attaches) {
+    const std::int64_t pages = tiles * kTilePages;
+    kv.attach(pages, kv.pool()->disk()->store().open(saved.open_rows(), saved.rows_offset(), sums));
+    index.load_tiles(saved_index);
+    remember(tokens.first(static_cast<std::size_t>(pages * kPageTokens)));
+  }
   while (kv.length() < total) {
     if (kv.length() > 0) turn.pause();
     const std::int64_t page = kv.length() / kPageTokens;
@@ -71,6 +179,7 @@ void Session::Impl::load(const SessionReader& saved) {
                             static_cast<std::size_t>(count)));
   }
   engine->queue->synchronize();
+  if (attaches) index.load_sums(saved_index);
   if (kv.policy().correct == 0) return;
   const auto waiting = tokens.last(static_cast<std::size_t>(saved.head().uncorrected));
   uncorrected.assign(waiting.begin(), waiting.end());

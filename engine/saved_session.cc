@@ -45,11 +45,12 @@ constexpr std::size_t kWords = word::sections + 1;
 constexpr std::size_t kSectionWords = 3;
 constexpr std::uint64_t kMostSections = 64;
 
-// Kinds of sections, and their places in SavedLayout::sections().
+// Kinds of sections. The first kNeeded must be there.
 namespace part {
-enum Kind : std::uint64_t { tokens = 1, note = 2, rows = 3, sums = 4 };
+enum Kind : std::uint64_t { tokens = 1, note = 2, rows = 3, sums = 4, index = 5, sectors = 6 };
 }  // namespace part
-constexpr std::size_t kKinds = 4;
+constexpr std::size_t kNeeded = 4;
+constexpr std::size_t kKinds = 6;
 
 // Sums before those of pieces.
 namespace sum_of {
@@ -188,13 +189,13 @@ SavedDirectory open_to_save(const std::filesystem::path& path, const SavedKind& 
   return directory;
 }
 
-SavedLayout layout_of(const SavedKind& kind, const SavedHead& head) {
+SavedLayout layout_of(const SavedKind& kind, const SavedHead& head, std::uint64_t index_bytes) {
   if (head.note.size() > SessionWriter::kMaxNoteBytes) {
     throw Error(ErrorCode::usage, "the note of a saved session has " +
                                       format_bytes(head.note.size()) + "; it may have " +
                                       format_bytes(SessionWriter::kMaxNoteBytes));
   }
-  return {kind.shape, std::ssize(head.tokens), head.note.size()};
+  return {kind.shape, std::ssize(head.tokens), head.note.size(), index_bytes};
 }
 
 std::vector<std::uint64_t> words_of(const SavedKind& kind, const SavedLayout& layout,
@@ -209,7 +210,7 @@ std::vector<std::uint64_t> words_of(const SavedKind& kind, const SavedLayout& la
   words[word::row_bytes] = kind.shape.row_bytes();
   words[word::tokens] = head.tokens.size();
   words[word::uncorrected] = count(head.uncorrected);
-  words[word::sections] = kKinds;
+  words[word::sections] = layout.sections().size();
   for (const SavedLayout::Section& section : layout.sections()) {
     words.insert(words.end(), {section.kind, section.offset, section.bytes});
   }
@@ -218,10 +219,12 @@ std::vector<std::uint64_t> words_of(const SavedKind& kind, const SavedLayout& la
 
 }  // namespace
 
-SavedLayout::SavedLayout(const KvShape& shape, std::int64_t tokens, std::uint64_t note_bytes)
+SavedLayout::SavedLayout(const KvShape& shape, std::int64_t tokens, std::uint64_t note_bytes,
+                         std::uint64_t index_bytes)
     : shape_(shape), tokens_(tokens) {
   const std::uint64_t pieces = count(pages()) * count(shape.layers);
-  std::uint64_t at = (kWords + kKinds * kSectionWords) * sizeof(std::uint64_t);
+  const std::size_t kinds = kNeeded + (index_bytes > 0 ? 1 : 0) + (sectors() > 0 ? 1 : 0);
+  std::uint64_t at = (kWords + kinds * kSectionWords) * sizeof(std::uint64_t);
   const auto add = [&](part::Kind kind, std::uint64_t bytes, std::uint64_t alignment) {
     at = (at + alignment - 1) / alignment * alignment;
     sections_.push_back({kind, at, bytes});
@@ -230,7 +233,24 @@ SavedLayout::SavedLayout(const KvShape& shape, std::int64_t tokens, std::uint64_
   add(part::tokens, count(tokens) * sizeof(TokenId), sizeof(std::uint64_t));
   add(part::note, note_bytes, sizeof(std::uint64_t));
   add(part::rows, count(tokens) * shape.token_bytes(), kAlignment);
+  if (index_bytes > 0) add(part::index, index_bytes, sizeof(std::uint64_t));
   add(part::sums, (kHeadSums + pieces) * sizeof(std::uint64_t), sizeof(std::uint64_t));
+  if (sectors() > 0) {
+    add(part::sectors, (sectors() + 1) * sizeof(std::uint64_t), sizeof(std::uint64_t));
+  }
+}
+
+SavedLayout::Section SavedLayout::section(std::uint64_t kind) const {
+  for (const Section& section : sections_) {
+    if (section.kind == kind) return section;
+  }
+  return {kind, 0, 0};
+}
+
+std::uint64_t SavedLayout::sectors() const {
+  const std::uint64_t page_bytes = kPageTokens * shape_.row_bytes();
+  if (page_bytes % kSectorBytes != 0) return 0;
+  return count(tokens_ / kPageTokens) * kPageTokens * shape_.token_bytes() / kSectorBytes;
 }
 
 std::int64_t SavedLayout::page_tokens(std::int64_t page) const {
@@ -246,31 +266,32 @@ std::uint64_t SavedLayout::piece_offset(std::int64_t page, int layer) const {
 }
 
 SessionWriter::SessionWriter(const std::filesystem::path& directory, const SavedKind& kind,
-                             const SavedHead& head)
+                             const SavedHead& head, std::uint64_t index_bytes)
     : directory_(open_to_save(directory, kind)),
       kind_(kind),
       tokens_(std::ssize(head.tokens)),
-      layout_(layout_of(kind, head)),
-      file_(directory_, layout_.file_bytes()) {
+      layout_(layout_of(kind, head, index_bytes)),
+      file_(directory_, layout_.file_bytes()),
+      index_sum_(file_.id()) {
   write_words(head);
 }
 
+void SessionWriter::pad_to(std::uint64_t offset) {
+  const std::vector<std::byte> zeros(static_cast<std::size_t>(offset - file_.written()));
+  file_.write(zeros);
+}
+
 void SessionWriter::write_words(const SavedHead& head) {
-  const auto pad_to = [&](std::uint64_t offset) {
-    const std::vector<std::byte> zeros(static_cast<std::size_t>(offset - file_.written()));
-    file_.write(zeros);
-  };
   const auto put = [&](std::span<const std::byte> bytes) {
     file_.write(bytes);
     sums_.push_back(checksum_of(bytes));
   };
-  const std::span<const SavedLayout::Section> sections = layout_.sections();
   put(bytes_of(words_of(kind_, layout_, file_.id(), head)));
-  pad_to(sections[0].offset);
+  pad_to(layout_.section(part::tokens).offset);
   put(bytes_of(head.tokens));
-  pad_to(sections[1].offset);
+  pad_to(layout_.section(part::note).offset);
   put(std::as_bytes(std::span(head.note)));
-  pad_to(sections[2].offset);
+  pad_to(layout_.section(part::rows).offset);
 }
 
 void SessionWriter::write(std::span<const RowSpan> heads) {
@@ -280,16 +301,36 @@ void SessionWriter::write(std::span<const RowSpan> heads) {
         head.rows, static_cast<std::size_t>(head.count) * kind_.shape.row_bytes());
     sum.add(bytes);
     file_.write(bytes);
+    const bool is_whole = head.count == kPageTokens && layout_.sectors() > 0;
+    for (std::size_t at = 0; is_whole && at < bytes.size(); at += kSectorBytes) {
+      sector_sums_.push_back(
+          SavedSums::sum(file_.id(), sector_sums_.size(), bytes.subspan(at).first<kSectorBytes>()));
+    }
   }
   sums_.push_back(sum.value());
 }
 
+void SessionWriter::write_index(std::span<const std::byte> bytes) {
+  const SavedLayout::Section index = layout_.section(part::index);
+  if (file_.written() < index.offset) pad_to(index.offset);
+  index_sum_.add(bytes);
+  file_.write(bytes);
+  const std::uint64_t sum = index_sum_.value();
+  if (file_.written() + sizeof sum == index.offset + index.bytes) {
+    file_.write(std::as_bytes(std::span(&sum, 1)));
+  }
+}
+
 void SessionWriter::commit() {
-  const SavedLayout::Section& sums = layout_.sections().back();
+  const SavedLayout::Section sums = layout_.section(part::sums);
   check(sums_.size() * sizeof(std::uint64_t) == sums.bytes, "a saved session without all rows");
-  const std::vector<std::byte> zeros(static_cast<std::size_t>(sums.offset - file_.written()));
-  file_.write(zeros);
+  check(sector_sums_.size() == layout_.sectors(), "a saved session without all sums of sectors");
+  pad_to(sums.offset);
   file_.write(bytes_of(sums_));
+  if (layout_.sectors() > 0) {
+    sector_sums_.push_back(checksum_of(bytes_of(sector_sums_), file_.id() + 1));
+    file_.write(bytes_of(sector_sums_));
+  }
   check(file_.written() == layout_.file_bytes(), "a saved session of another size than planned");
   file_.commit(manifest_text(kind_, tokens_, file_, checksum_of(bytes_of(sums_))));
 }
@@ -305,7 +346,8 @@ SessionReader::SessionReader(const std::filesystem::path& directory, const Saved
   const std::filesystem::path path = directory_.manifest_path();
   require_model(manifest, kind, path);
   require_layout(manifest, kind, path);
-  file_.emplace(directory_.open_data(manifest.file));
+  data_name_ = manifest.file;
+  file_.emplace(directory_.open_data(data_name_));
   if (count(manifest.bytes) != file_->size()) {
     refuse("has " + std::to_string(file_->size()) + " bytes, and its manifest says " +
            std::to_string(manifest.bytes));
@@ -347,21 +389,21 @@ void SessionReader::read_words(const std::string& sums_sum) {
     if (section.offset > file_->size() || section.bytes > file_->size() - section.offset) {
       refuse("has a section that goes beyond its end");
     }
-    if (section.kind >= part::tokens && section.kind <= part::sums)
-      found_[section.kind - 1] = section;
+    if (section.kind >= part::tokens && section.kind <= kKinds) found_[section.kind - 1] = section;
   }
   const std::uint64_t note_bytes = found_[part::note - 1].bytes;
   if (note_bytes > SessionWriter::kMaxNoteBytes) refuse("has a note that is too long");
-  layout_.emplace(kind_.shape, tokens_, note_bytes);
+  layout_.emplace(kind_.shape, tokens_, note_bytes, found_[part::index - 1].bytes);
   // The size of a file with holes costs nothing, so it does not limit what is allocated.
-  require_memory(
-      layout_->sections()[part::tokens - 1].bytes + layout_->sections()[part::sums - 1].bytes,
-      Counted::all, "tokens and checksums of the saved session need",
-      "load it where there is more memory");
+  require_memory(layout_->section(part::tokens).bytes + layout_->section(part::sums).bytes +
+                     layout_->section(part::sectors).bytes,
+                 Counted::all, "tokens and checksums of the saved session need",
+                 "load it where there is more memory");
   for (std::size_t i = 0; i < kKinds; ++i) {
+    const bool is_missing = found_[i].kind == 0 && i >= kNeeded;
     const bool is_whole =
-        found_[i].kind == i + 1 && found_[i].bytes == layout_->sections()[i].bytes;
-    if (!is_whole) refuse("lacks a section, or has one of a wrong size");
+        found_[i].kind == i + 1 && found_[i].bytes == layout_->section(i + 1).bytes;
+    if (!is_missing && !is_whole) refuse("lacks a section, or has one of a wrong size");
   }
   read_sums(found_[part::sums - 1].offset, found_[part::sums - 1].bytes, sums_sum);
   read_head(words);
@@ -404,6 +446,40 @@ void SessionReader::read(std::int64_t page, int layer, std::span<std::byte> to) 
   if (checksum_of(to, id_ + number) == sums_[static_cast<std::size_t>(kHeadSums + number)]) return;
   refuse("rows of layer " + std::to_string(layer) + " from token " +
          std::to_string(page * kPageTokens) + " on are damaged");
+}
+
+std::uint64_t SessionReader::rows_offset() const { return found_[part::rows - 1].offset; }
+
+std::shared_ptr<SavedSums> SessionReader::sector_sums() const {
+  const SavedLayout::Section section = found_[part::sectors - 1];
+  if (section.bytes == 0 || rows_offset() % kSectorBytes != 0) return nullptr;
+  std::vector<std::uint64_t> sums(static_cast<std::size_t>(section.bytes) / sizeof(std::uint64_t));
+  file_->read(section.offset, std::as_writable_bytes(std::span(sums)));
+  const std::uint64_t expected = sums.back();
+  sums.pop_back();
+  if (checksum_of(bytes_of(sums), id_ + 1) != expected) refuse("has damaged checksums of sectors");
+  return std::make_shared<SavedSums>(id_, std::move(sums));
+}
+
+SessionReader::Index::Index(const SessionReader& saved)
+    : saved_(&saved),
+      at_(saved.found_[part::index - 1].offset),
+      left_(saved.found_[part::index - 1].bytes),
+      sum_(saved.id_) {
+  if (left_ > 0 && left_ < 2 * sizeof(std::uint64_t)) saved.refuse("has a damaged index");
+  if (left_ > 0) left_ -= sizeof(std::uint64_t);  // its checksum
+}
+
+void SessionReader::Index::read(std::span<std::byte> to) {
+  if (to.size() > left_) saved_->refuse("has an index of a wrong size");
+  saved_->file_->read(at_, to);
+  sum_.add(to);
+  at_ += to.size();
+  left_ -= to.size();
+  if (left_ > 0) return;
+  std::uint64_t expected = 0;
+  saved_->file_->read(at_, std::as_writable_bytes(std::span(&expected, 1)));
+  if (sum_.value() != expected) saved_->refuse("has a damaged index");
 }
 
 }  // namespace sluice

@@ -5,7 +5,8 @@
 //
 // The rows file: 64-bit little-endian words [magic, version, id, layers, kv_heads, head_dim,
 // row_bytes, tokens, uncorrected, sections], then for each section [kind, offset, bytes]. Readers
-// skip sections of kinds that they do not know. The sections of version 1:
+// skip sections of kinds that they do not know. The sections of version 1, the last two of which
+// may be missing:
 //
 //   tokens  std::int32_t [tokens]
 //   note    bytes that mean something to the caller alone
@@ -13,20 +14,32 @@
 //   sums    std::uint64_t [3 + pages * layers], XXH3-64 of: the words, tokens, note, and of each
 //           (page, layer) piece of rows, which is seeded with id + number, so that no piece passes
 //           for another
+//   index   the key index and value tiles of whole tiles, which have two pages: the bytes of a
+//           name, the name (KeyIndex::kind()) padded to 8 bytes, [layers][tiles]
+//           [KeyIndex::tile_bytes()], by layer the sums of values, and XXH3-64 of all that, seeded
+//           with id
+//   sectors std::uint64_t by sector of 4 KiB of the rows' whole pages: SavedSums::sum() with id;
+//           then XXH3-64 of these, seeded with id + 1
 //
-// Rows do not depend on the policy: an index and value tiles are rebuilt when rows are loaded.
+// Rows do not depend on the policy. Where rows lie on disk and the index is of the policy's kind,
+// pages are attached: read from this file, and checked by sectors, when they are first wanted.
+// Elsewhere all rows are read, and index and value tiles are built again.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
+#include <memory>
 #include <optional>
 #include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "io/checksum.h"
+#include "io/file.h"
 #include "io/saved_directory.h"
+#include "io/sector_sums.h"
 #include "lib/backend/index_ops.h"
 #include "sluice/types.h"
 
@@ -49,19 +62,26 @@ struct SavedHead {
 // Offsets and sizes of the rows file, from numbers that were checked.
 class SavedLayout {
  public:
-  SavedLayout(const KvShape& shape, std::int64_t tokens, std::uint64_t note_bytes);
+  // `index_bytes`: 0 for none.
+  SavedLayout(const KvShape& shape, std::int64_t tokens, std::uint64_t note_bytes,
+              std::uint64_t index_bytes = 0);
 
   struct Section {
     std::uint64_t kind, offset, bytes;
   };
-  // In the order of the file: tokens, note, rows, sums.
+  // In the order of the file: tokens, note, rows, index, sums, sectors. Those
+  // that it does not have are left out.
   std::span<const Section> sections() const { return sections_; }
+  // By its kind; 0 bytes if there is none.
+  Section section(std::uint64_t kind) const;
   std::uint64_t file_bytes() const { return sections_.back().offset + sections_.back().bytes; }
   std::uint64_t piece_bytes(std::int64_t page) const;
   // Bytes from the start of the rows to a piece.
   std::uint64_t piece_offset(std::int64_t page, int layer) const;
   std::int64_t pages() const { return (tokens_ + kPageTokens - 1) / kPageTokens; }
   std::int64_t page_tokens(std::int64_t page) const;
+  // Sectors of whole pages; 0 if those are not of whole sectors.
+  std::uint64_t sectors() const;
 
  private:
   KvShape shape_;
@@ -75,12 +95,15 @@ class SessionWriter {
 
   // Writes all but the rows. Throws Error{usage} if the note is too long or the directory holds
   // something else, such as a session of another model, and what SavedDirectory and DataFile throw.
+  // `index_bytes`: what write_index() will be given in all.
   SessionWriter(const std::filesystem::path& directory, const SavedKind& kind,
-                const SavedHead& head);
+                const SavedHead& head, std::uint64_t index_bytes = 0);
 
   // The next piece: all layers of a page, then the next page. `heads`: its rows by KV head.
   void write(std::span<const RowSpan> heads);
-  // Call after the last piece. Until it returns, the directory has what it had before.
+  // The next part of the index, after the last piece.
+  void write_index(std::span<const std::byte> bytes);
+  // Call after the last piece and part. Until it returns, the directory has what it had before.
   void commit();
 
   // Throws what saving a session of `tokens` tokens would throw before it writes; creates the
@@ -90,6 +113,7 @@ class SessionWriter {
 
  private:
   void write_words(const SavedHead& head);
+  void pad_to(std::uint64_t offset);
 
   SavedDirectory directory_;
   SavedKind kind_;
@@ -97,6 +121,8 @@ class SessionWriter {
   SavedLayout layout_;
   DataFile file_;
   std::vector<std::uint64_t> sums_;
+  std::vector<std::uint64_t> sector_sums_;
+  Checksum index_sum_;
 };
 
 // Throws Error{not_found} without a saved session, Error{usage} for one of another model, layout or
@@ -111,6 +137,26 @@ class SessionReader {
   // Reads and checks a piece; `to` has layout().piece_bytes(page).
   void read(std::int64_t page, int layer, std::span<std::byte> to) const;
 
+  // Sums of the sectors of whole pages; null if there are none. Throws Error{corrupt}.
+  std::shared_ptr<SavedSums> sector_sums() const;
+  // The file and its first byte of rows, to read whole pages by those sums.
+  File open_rows() const { return directory_.open_data(data_name_); }
+  std::uint64_t rows_offset() const;
+  // Reads the index from its start on, in parts of any size, and once all is
+  // read checks it. Throws Error{corrupt}.
+  class Index {
+   public:
+    explicit Index(const SessionReader& saved);
+    std::uint64_t left() const { return left_; }  // bytes
+    void read(std::span<std::byte> to);
+
+   private:
+    const SessionReader* saved_;
+    std::uint64_t at_;
+    std::uint64_t left_;
+    Checksum sum_;
+  };
+
  private:
   void read_words(const std::string& sums_sum);
   void read_sums(std::uint64_t offset, std::uint64_t bytes, const std::string& expected);
@@ -120,10 +166,11 @@ class SessionReader {
   SavedDirectory directory_;
   SavedKind kind_;
   std::optional<File> file_;
+  std::string data_name_;
   std::int64_t tokens_ = 0;
   std::uint64_t id_ = 0;
   std::optional<SavedLayout> layout_;
-  std::vector<SavedLayout::Section> found_;  // in the order of SavedLayout::sections()
+  std::vector<SavedLayout::Section> found_;  // by kind - 1
   std::vector<std::uint64_t> sums_;
   SavedHead head_;
 };

@@ -72,10 +72,6 @@ void draw(const SessionToken& token, std::int64_t position, StepResult& result) 
   result.logits = {};
 }
 
-}  // namespace
-
-namespace {
-
 // Corrects the sessions that are due and begins a step of those whose pages could be read from
 // disk. Returns their places; `results` has the errors of the others, which have ended.
 std::vector<std::size_t> begin(std::span<const SessionToken> tokens, std::optional<KvBatch>& batch,

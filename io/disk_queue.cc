@@ -34,12 +34,13 @@ bool follows(const DiskRequest& next, const DiskRequest& last, std::uint64_t end
 
 }  // namespace
 
-DiskQueue::DiskQueue(Disk& disk, SectorSums& sums, std::string name, DiskLimits limits,
-                     DiskWatch* watch)
+DiskQueue::DiskQueue(Disk& disk, const SectorCheck& sums, std::string name, DiskLimits limits,
+                     DiskWatch* watch, std::string file)
     : disk_(disk),
       sums_(sums),
       name_(std::move(name)),
       watch_(watch),
+      file_(std::move(file)),
       limits_(limits),
       operations_(limits.depth),
       results_(kResultsAtOnce) {
@@ -258,15 +259,15 @@ void DiskQueue::abandon(const Error& error) {
 
 Error DiskQueue::io_error(const DiskRequest& request, int error) const {
   return {ErrorCode::io, name_ + ": " + verb(request.action) + " " + std::to_string(request.bytes) +
-                             " bytes at byte " + std::to_string(request.offset) +
-                             " of the spill file failed: " + error_text(error) +
-                             "; check the disk"};
+                             " bytes at byte " + std::to_string(request.offset) + " of " + file_ +
+                             " failed: " + error_text(error) + "; check the disk"};
 }
 
 Error DiskQueue::corrupt_error(const DiskRequest& request, std::uint64_t sector) const {
   const std::uint64_t offset = request.offset + (sector - request.sector) * kSectorBytes;
-  return {ErrorCode::corrupt, name_ + ": the sector at byte " + std::to_string(offset) +
-                                  " of the spill file does not have the bytes that were last "
+  return {ErrorCode::corrupt, name_ + ": the sector at byte " + std::to_string(offset) + " of " +
+                                  file_ +
+                                  " does not have the bytes that were last "
                                   "written there; check the disk and the memory"};
 }
 

@@ -61,10 +61,10 @@ struct DiskCounts {
 // For one thread.
 class DiskQueue {
  public:
-  // `name` stands in errors. `disk`, `sums` and `watch` outlive the object; `watch`, which may be
-  // null, hears of every answer.
-  DiskQueue(Disk& disk, SectorSums& sums, std::string name, DiskLimits limits,
-            DiskWatch* watch = nullptr);
+  // `name` and `file` stand in errors. `disk`, `sums` and `watch` outlive the object; `watch`,
+  // which may be null, hears of every answer.
+  DiskQueue(Disk& disk, const SectorCheck& sums, std::string name, DiskLimits limits,
+            DiskWatch* watch = nullptr, std::string file = "the spill file");
 
   void add(DiskRequest request);
   // Gives the disk what it has room for and finishes what it has done; with `wait`, sleeps until
@@ -108,9 +108,10 @@ class DiskQueue {
   Error corrupt_error(const DiskRequest& request, std::uint64_t sector) const;
 
   Disk& disk_;
-  SectorSums& sums_;
+  const SectorCheck& sums_;
   std::string name_;
   DiskWatch* watch_;
+  std::string file_;
   DiskLimits limits_;
   std::deque<DiskRequest> urgent_;
   std::deque<DiskRequest> background_;

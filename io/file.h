@@ -37,6 +37,7 @@ class File {
   // makes no difference: this one is read to the end.
   void require_unchanged() const;
 
+  int descriptor() const { return descriptor_; }
   const std::filesystem::path& path() const { return path_; }
   std::uint64_t size() const { return size_; }  // bytes, when it was opened
 

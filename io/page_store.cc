@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <functional>
 #include <future>
 #include <iterator>
 #include <mutex>
@@ -11,6 +12,7 @@
 #include <thread>
 #include <utility>
 
+#include "io/pool_disk.h"
 #include "io/spill_file.h"
 #include "lib/bytes.h"
 #include "lib/check.h"
@@ -45,6 +47,8 @@ void require_sensible(const PageStoreConfig& config) {
   }
 }
 
+constexpr std::size_t kFileThreads = 4;  // that read a PageFile
+
 std::uint64_t random_number() {
   std::random_device random;
   return std::uint64_t{random()} << 32 | random();
@@ -55,23 +59,31 @@ std::uint64_t random_number() {
 // One file and the requests on their way to it. All but run() is called by any thread.
 class PageStore::Lane {
  public:
-  Lane(SpillFile file, std::string description, DiskLimits limits, std::shared_ptr<DiskWatch> watch,
-       std::shared_ptr<SectorSums> sums)
-      : file_(std::move(file)),
+  // In errors.
+  struct Name {
+    std::string disk;
+    std::string file;
+  };
+
+  // `make` makes the disk, on the thread of run(), and keeps its file.
+  Lane(Name name, std::string description, DiskLimits limits, std::shared_ptr<DiskWatch> watch,
+       std::shared_ptr<const SectorCheck> sums, std::function<std::unique_ptr<Disk>()> make)
+      : name_(std::move(name)),
         description_(std::move(description)),
+        make_(std::move(make)),
         limits_(limits),
         watch_(std::move(watch)),
         sums_(std::move(sums)) {}
 
   // Call before run(), in the same thread.
-  void open(const DiskFactory& factory, const std::vector<std::span<std::byte>>& arenas) {
-    disk_ = factory(file_, limits_, arenas);
+  void open() {
+    disk_ = make_();
     check(disk_ != nullptr, "page store: the factory made no disk");
   }
 
   // Serves requests until stop() was called and all are done.
   void run() {
-    DiskQueue queue(*disk_, *sums_, file_.directory().string(), limits_, watch_.get());
+    DiskQueue queue(*disk_, *sums_, name_.disk, limits_, watch_.get(), name_.file);
     try {
       while (take(queue)) queue.step(true);
     } catch (const Error& error) {
@@ -130,11 +142,12 @@ class PageStore::Lane {
     return true;
   }
 
-  SpillFile file_;
+  Name name_;
   std::string description_;
+  std::function<std::unique_ptr<Disk>()> make_;  // keeps the file open
   DiskLimits limits_;
   std::shared_ptr<DiskWatch> watch_;
-  std::shared_ptr<SectorSums> sums_;
+  std::shared_ptr<const SectorCheck> sums_;
   std::unique_ptr<Disk> disk_;  // before run() ends only wake() is called from outside
   mutable std::mutex mutex_;
   std::vector<DiskRequest> incoming_;
@@ -148,14 +161,13 @@ class PageStore::Lane {
 // A lane and its thread, which outlives this object if the disk was given up.
 class PageStore::LaneThread {
  public:
-  LaneThread(std::shared_ptr<Lane> lane, std::shared_ptr<DiskWatch> watch,
-             const DiskFactory& factory, const std::vector<std::span<std::byte>>& arenas)
+  LaneThread(std::shared_ptr<Lane> lane, std::shared_ptr<DiskWatch> watch)
       : lane_(std::move(lane)), watch_(std::move(watch)) {
     std::promise<void> ready;
     std::future<void> is_ready = ready.get_future();
     const auto body = [&, own = lane_] {
       try {
-        own->open(factory, arenas);
+        own->open();
       } catch (...) {
         ready.set_exception(std::current_exception());
         return;
@@ -195,7 +207,8 @@ PageStore::PageStore(const PageStoreConfig& config)
     : region_bytes_(config.region_bytes),
       total_bytes_(0),
       stripe_bytes_(config.stripe_bytes),
-      arenas_(config.arenas) {
+      arenas_(config.arenas),
+      limits_(config.limits) {
   require_sensible(config);
   total_bytes_ = config.regions * config.region_bytes;
   const std::uint64_t bytes = bytes_per_directory(config);
@@ -214,9 +227,13 @@ PageStore::PageStore(const PageStoreConfig& config)
       factory = factory_of(mode.access);
       description = std::move(mode.description);
     }
-    auto lane = std::make_shared<Lane>(std::move(file), std::move(description), config.limits,
-                                       watch_, sums_);
-    lanes_.push_back(std::make_unique<LaneThread>(std::move(lane), watch_, factory, config.arenas));
+    const auto opened = std::make_shared<SpillFile>(std::move(file));
+    const auto make = [opened, factory, limits = limits_, arenas = arenas_] {
+      return factory(*opened, limits, arenas);
+    };
+    auto lane = std::make_shared<Lane>(Lane::Name{opened->directory().string(), "the spill file"},
+                                       std::move(description), limits_, watch_, sums_, make);
+    lanes_.push_back(std::make_unique<LaneThread>(std::move(lane), watch_));
   }
 }
 
@@ -267,8 +284,26 @@ void PageStore::split(DiskRequest request, std::uint64_t address, std::size_t by
   }
 }
 
-DiskTicket PageStore::submit(Parts parts, std::size_t requests) {
+void PageStore::split_file(DiskRequest request, const PageRead& read, FileParts& parts) {
+  std::uint64_t address = read.address;
+  std::size_t bytes = read.destination.size();
+  check(address % kSectorBytes == 0 && bytes % kSectorBytes == 0 && bytes > 0 &&
+            address <= read.file->bytes() && bytes <= read.file->bytes() - address,
+        "page store: a request outside a file");
+  while (bytes > 0) {
+    request.bytes = std::min<std::size_t>(bytes, kMaxOperationBytes);
+    request.offset = read.file->first_ + address;
+    request.sector = address / kSectorBytes;
+    parts[read.file].push_back(request);
+    request.data += request.bytes;
+    address += request.bytes;
+    bytes -= request.bytes;
+  }
+}
+
+DiskTicket PageStore::submit(Parts parts, std::size_t requests, FileParts of_files) {
   std::size_t count = 0;
+  for (const auto& [file, its] : of_files) count += its.size();
   for (const auto& its : parts) count += its.size();
   auto batch = std::make_shared<DiskBatch>(count, requests, watch_);
   if (watch_->is_given_up()) {
@@ -276,14 +311,16 @@ DiskTicket PageStore::submit(Parts parts, std::size_t requests) {
     refused.failures();  // ends it
     return refused;
   }
-  for (std::size_t i = 0; i < lanes_.size(); ++i) {
-    if (parts[i].empty()) continue;
+  const auto hand_over = [&](std::vector<DiskRequest> to, LaneThread& lane) {
+    if (to.empty()) return;
     // Neighbours have to stand side by side to be merged.
-    std::stable_sort(parts[i].begin(), parts[i].end(),
+    std::stable_sort(to.begin(), to.end(),
                      [](const auto& a, const auto& b) { return a.offset < b.offset; });
-    for (DiskRequest& request : parts[i]) request.batch = batch;
-    (*lanes_[i])->add(std::move(parts[i]));
-  }
+    for (DiskRequest& request : to) request.batch = batch;
+    lane->add(std::move(to));
+  };
+  for (std::size_t i = 0; i < lanes_.size(); ++i) hand_over(std::move(parts[i]), *lanes_[i]);
+  for (auto& [file, its] : of_files) hand_over(std::move(its), *file->lane_);
   return DiskTicket(std::move(batch));
 }
 
@@ -291,13 +328,20 @@ DiskTicket PageStore::read(std::span<const PageRead> reads, DiskPriority priorit
   Parts parts(lanes_.size());
   DiskRequest request;
   request.priority = priority;
+  FileParts of_files;
   for (const PageRead& one : reads) {
+    if (one.file != nullptr) {
+      request.data = one.destination.data();
+      split_file(request, one, of_files);
+      ++request.place;
+      continue;
+    }
     check_request(one.address, one.destination.data(), one.destination.size());
     request.data = one.destination.data();
     split(request, one.address, one.destination.size(), parts);
     ++request.place;
   }
-  return submit(std::move(parts), reads.size());
+  return submit(std::move(parts), reads.size(), std::move(of_files));
 }
 
 DiskTicket PageStore::write(std::span<const PageWrite> writes, DiskPriority priority) {
@@ -323,6 +367,29 @@ DiskTicket PageStore::flush() {
   for (auto& requests : parts) requests.push_back(request);
   return submit(std::move(parts), 1);
 }
+
+std::shared_ptr<PageFile> PageStore::open(File file, std::uint64_t first,
+                                          std::shared_ptr<SavedSums> sums) {
+  const auto opened = std::make_shared<File>(std::move(file));
+  // Through the page cache: a saved session was often written a moment ago.
+  const auto make = [opened, depth = limits_.depth] {
+    return std::make_unique<PoolDisk>(opened->descriptor(), depth, kFileThreads);
+  };
+  auto lane = std::make_shared<Lane>(Lane::Name{opened->path().string(), "the file"},
+                                     opened->path().string(), limits_, watch_, sums, make);
+  return std::make_shared<PageFile>(std::make_unique<LaneThread>(std::move(lane), watch_), first,
+                                    std::move(sums));
+}
+
+PageFile::PageFile(std::unique_ptr<PageStore::LaneThread> lane, std::uint64_t first,
+                   std::shared_ptr<SavedSums> sums)
+    : lane_(std::move(lane)), first_(first), sums_(std::move(sums)) {
+  check(first_ % kSectorBytes == 0, "page store: a file whose pages begin within a sector");
+}
+
+PageFile::~PageFile() = default;
+
+std::uint64_t PageFile::bytes() const { return sums_->sectors() * kSectorBytes; }
 
 void PageStore::forget(std::uint64_t region) { sums_->forget(region); }
 

@@ -12,6 +12,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
+#include <map>
 #include <memory>
 #include <span>
 #include <string>
@@ -22,6 +23,8 @@
 #include "io/disk_queue.h"
 #include "io/disk_ticket.h"
 #include "io/disk_watch.h"
+#include "io/file.h"
+#include "io/sector_sums.h"
 
 namespace sluice {
 
@@ -40,9 +43,13 @@ struct PageStoreConfig {
   DiskPatience patience;
 };
 
+class PageFile;
+
 struct PageRead {
   std::uint64_t address = 0;         // a multiple of kSectorBytes
   std::span<std::byte> destination;  // sector-aligned, whole sectors, inside one region
+  // Not null: `address` is that of a byte of this file's sectors, and there are no regions.
+  std::shared_ptr<PageFile> file = nullptr;
 };
 
 struct PageWrite {
@@ -82,6 +89,10 @@ class PageStore {
                    DiskPriority priority = DiskPriority::background);
   // Asks the devices to make durable all writes whose tickets are done.
   DiskTicket flush();
+  // Reads pages of a file that was there before, from `first` bytes on (whole sectors), beside the
+  // store's own. The file stays open while somebody has the result. Throws Error{io} if threads
+  // cannot be started.
+  std::shared_ptr<PageFile> open(File file, std::uint64_t first, std::shared_ptr<SavedSums> sums);
   // Makes unreadable what was written to the region: it has a new tenant. None of its requests may
   // be unfinished.
   void forget(std::uint64_t region);
@@ -97,21 +108,44 @@ class PageStore {
   void keep(std::shared_ptr<void> memory) { watch_->keep(std::move(memory)); }
 
  private:
+  friend class PageFile;
   class Lane;
   class LaneThread;
   using Parts = std::vector<std::vector<DiskRequest>>;  // [files]
+  // Of files that were there before.
+  using FileParts = std::map<std::shared_ptr<PageFile>, std::vector<DiskRequest>>;
 
   void check_request(std::uint64_t address, const std::byte* data, std::size_t bytes) const;
   void split(DiskRequest request, std::uint64_t address, std::size_t bytes, Parts& parts) const;
-  DiskTicket submit(Parts parts, std::size_t requests);
+  static void split_file(DiskRequest request, const PageRead& read, FileParts& parts);
+  DiskTicket submit(Parts parts, std::size_t requests, FileParts of_files = {});
 
   std::uint64_t region_bytes_;
   std::uint64_t total_bytes_;
   std::uint64_t stripe_bytes_;
   std::vector<std::span<std::byte>> arenas_;
+  DiskLimits limits_;
   std::shared_ptr<DiskWatch> watch_;
   std::shared_ptr<SectorSums> sums_;
   std::vector<std::unique_ptr<LaneThread>> lanes_;  // [directories]
+};
+
+// A file that was there before; see PageStore::open().
+class PageFile {
+ public:
+  PageFile(std::unique_ptr<PageStore::LaneThread> lane, std::uint64_t first,
+           std::shared_ptr<SavedSums> sums);
+  PageFile(const PageFile&) = delete;
+  PageFile& operator=(const PageFile&) = delete;
+  ~PageFile();
+
+  std::uint64_t bytes() const;  // of its sectors
+
+ private:
+  friend class PageStore;
+  std::unique_ptr<PageStore::LaneThread> lane_;
+  std::uint64_t first_;
+  std::shared_ptr<SavedSums> sums_;
 };
 
 }  // namespace sluice

@@ -27,6 +27,21 @@ std::span<const std::byte, kSectorBytes> nth(std::span<const std::byte> sectors,
 
 }  // namespace
 
+std::uint64_t SavedSums::sum(std::uint64_t file, std::uint64_t sector,
+                             std::span<const std::byte, kSectorBytes> bytes) {
+  return XXH3_64bits_withSeed(bytes.data(), kSectorBytes, mix(mix(file) ^ sector));
+}
+
+std::optional<std::uint64_t> SavedSums::find_mismatch(std::uint64_t first,
+                                                      std::span<const std::byte> sectors) const {
+  const std::uint64_t count = sectors.size() / kSectorBytes;
+  check(first + count <= sums_.size(), "saved sums: outside the file");
+  for (std::uint64_t i = 0; i < count; ++i) {
+    if (sums_[first + i] != sum(file_, first + i, nth(sectors, i))) return first + i;
+  }
+  return std::nullopt;
+}
+
 SectorSums::SectorSums(std::uint64_t regions, std::uint64_t sectors_per_region, std::uint64_t store)
     : sectors_(regions * sectors_per_region),
       sectors_per_region_(sectors_per_region),

@@ -11,15 +11,48 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "io/disk.h"
 
 namespace sluice {
 
+// What sectors that were read are held to. Several threads may ask at the same time.
+class SectorCheck {
+ public:
+  SectorCheck() = default;
+  SectorCheck(const SectorCheck&) = delete;
+  SectorCheck& operator=(const SectorCheck&) = delete;
+  virtual ~SectorCheck() = default;
+
+  // Returns the first sector, from number `first` on, that has other bytes than it should; none if
+  // all are right.
+  virtual std::optional<std::uint64_t> find_mismatch(std::uint64_t first,
+                                                     std::span<const std::byte> sectors) const = 0;
+};
+
+// Sums of a file that was written before, kept with it. Seeded with the file's number and the
+// sector's place.
+class SavedSums : public SectorCheck {
+ public:
+  SavedSums(std::uint64_t file, std::vector<std::uint64_t> sums)
+      : file_(file), sums_(std::move(sums)) {}
+
+  static std::uint64_t sum(std::uint64_t file, std::uint64_t sector,
+                           std::span<const std::byte, kSectorBytes> bytes);
+  std::optional<std::uint64_t> find_mismatch(std::uint64_t first,
+                                             std::span<const std::byte> sectors) const override;
+  std::uint64_t sectors() const { return sums_.size(); }
+
+ private:
+  std::uint64_t file_;
+  std::vector<std::uint64_t> sums_;
+};
+
 // Several threads may use different sectors at the same time. Two that use the same sector get a
 // mismatch at worst.
-class SectorSums {
+class SectorSums : public SectorCheck {
  public:
   // `regions` and `sectors_per_region` are at least 1. Throws Error{memory} if the process may not
   // have memory_bytes().
@@ -34,7 +67,7 @@ class SectorSums {
   // Returns the first sector whose bytes are not the latest; none if all are. A sector that was
   // never written, or not since its region was forgotten, matches nothing.
   std::optional<std::uint64_t> find_mismatch(std::uint64_t first,
-                                             std::span<const std::byte> sectors) const;
+                                             std::span<const std::byte> sectors) const override;
 
   // The checksum of 4096 bytes as that sector of this store, never 0.
   std::uint64_t sum(std::uint64_t sector, std::span<const std::byte, kSectorBytes> bytes) const;

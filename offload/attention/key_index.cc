@@ -207,28 +207,93 @@ const std::int32_t* KeyIndex::table(int layer) const {
   return layout_.evicts ? table_ + layer * layout_.sequences * layout_.sequence_tiles() : table_;
 }
 
-void KeyIndex::copy_tile(int layer, std::int32_t from, std::int32_t to) {
+template <typename Visit>
+void KeyIndex::for_each_of_tiles(int layer, const Visit& visit) const {
   const auto d = static_cast<std::size_t>(layout_.shape.head_dim);
+  const Layer& at = layers_[static_cast<std::size_t>(layer)];
+  const LayerIndex& kept = layout_.layers[static_cast<std::size_t>(layer)];
+  const auto one = [&](const Buffer& buffer, std::size_t bytes) {
+    if (buffer.data() != nullptr) visit(buffer.data(), bytes);
+  };
+  one(at.codes, tiles(kept).tile_bytes(layout_.shape.head_dim));
+  one(at.scales, kTilePages * 2 * d * sizeof(std::uint16_t));
+  one(at.bounds, kTilePages * PageBounds().page_bytes(layout_.shape.head_dim));
+  one(at.values, kTilePages * ValueTiles::page_bytes(kept.value_bits, layout_.shape.head_dim));
+  for (const Own& own : at.own) one(own.pages, kTilePages * own.index.page_bytes);
+}
+
+void KeyIndex::copy_tile(int layer, std::int32_t from, std::int32_t to) {
   const auto slots = static_cast<std::size_t>(layout_.tiles);
-  const std::size_t scale_bytes = kTilePages * 2 * d * sizeof(std::uint16_t);
-  const std::size_t bound_bytes = kTilePages * PageBounds().page_bytes(layout_.shape.head_dim);
   std::vector<CopyOp> ops;
-  const auto copy = [&](const Buffer& buffer, std::size_t bytes) {
-    if (buffer.data() == nullptr) return;
+  for_each_of_tiles(layer, [&](std::byte* all, std::size_t bytes) {
     for (int head = 0; head < layout_.shape.kv_heads; ++head) {
-      std::byte* const own = buffer.data() + static_cast<std::size_t>(head) * slots * bytes;
+      std::byte* const own = all + static_cast<std::size_t>(head) * slots * bytes;
       ops.push_back({own + static_cast<std::size_t>(to) * bytes,
                      own + static_cast<std::size_t>(from) * bytes, bytes});
     }
-  };
-  const Layer& at = layers_[static_cast<std::size_t>(layer)];
-  const LayerIndex& kept = layout_.layers[static_cast<std::size_t>(layer)];
-  copy(at.codes, tiles(kept).tile_bytes(layout_.shape.head_dim));
-  copy(at.scales, scale_bytes);
-  copy(at.bounds, bound_bytes);
-  copy(at.values, kTilePages * ValueTiles::page_bytes(kept.value_bits, layout_.shape.head_dim));
-  for (const Own& own : at.own) copy(own.pages, kTilePages * own.index.page_bytes);
+  });
   if (!ops.empty()) queue_->copy(ops);
+}
+
+std::string KeyIndex::kind() const {
+  std::string text = "index 1, " + std::string(to_string(queue_->backend().info().processor)) +
+                     ", " + std::to_string(layout_.shape.kv_heads) + " x " +
+                     std::to_string(layout_.shape.head_dim) + " of " +
+                     to_string(layout_.shape.rows);
+  for (const LayerIndex& layer : layout_.layers) {
+    if (!layer.own.empty()) return {};
+    text += "; " + std::to_string(layer.bits) + (layer.rotated ? " rotated" : "") +
+            (layer.bounds ? " bounds" : "") + (layer.sums ? " sums" : "") + " " +
+            std::to_string(layer.value_bits);
+  }
+  return text;
+}
+
+std::size_t KeyIndex::tile_bytes(int layer) const {
+  std::size_t sum = 0;
+  for_each_of_tiles(layer, [&](std::byte*, std::size_t bytes) { sum += bytes; });
+  return sum * static_cast<std::size_t>(layout_.shape.kv_heads);
+}
+
+std::size_t KeyIndex::layer_sum_bytes(int layer) const {
+  return value_sums(layer) == nullptr ? 0 : sum_bytes();
+}
+
+void KeyIndex::save_tile(int layer, std::int32_t slot, std::byte* out) {
+  std::vector<CopyOp> ops;
+  for_each_of_tiles(layer, [&](const std::byte* all, std::size_t bytes) {
+    for (int head = 0; head < layout_.shape.kv_heads; ++head) {
+      ops.push_back(
+          {out, all + static_cast<std::size_t>(head * layout_.tiles + slot) * bytes, bytes});
+      out += bytes;
+    }
+  });
+  if (!ops.empty()) queue_->copy(ops);
+}
+
+void KeyIndex::load_tile(int layer, std::int32_t slot, const std::byte* saved) {
+  std::vector<CopyOp> ops;
+  for_each_of_tiles(layer, [&](std::byte* all, std::size_t bytes) {
+    for (int head = 0; head < layout_.shape.kv_heads; ++head) {
+      ops.push_back(
+          {all + static_cast<std::size_t>(head * layout_.tiles + slot) * bytes, saved, bytes});
+      saved += bytes;
+    }
+  });
+  if (!ops.empty()) queue_->copy(ops);
+}
+
+void KeyIndex::save_sums(int layer, std::int32_t sequence, std::byte* out) {
+  if (layer_sum_bytes(layer) == 0) return;
+  const CopyOp op = {out, sums_of(layers_[static_cast<std::size_t>(layer)], sequence), sum_bytes()};
+  queue_->copy({&op, 1});
+}
+
+void KeyIndex::load_sums(int layer, std::int32_t sequence, const std::byte* saved) {
+  if (layer_sum_bytes(layer) == 0) return;
+  const CopyOp op = {sums_of(layers_[static_cast<std::size_t>(layer)], sequence), saved,
+                     sum_bytes()};
+  queue_->copy({&op, 1});
 }
 
 float* KeyIndex::value_sums(int layer) const {

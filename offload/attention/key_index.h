@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "lib/backend.h"
@@ -50,6 +51,20 @@ class KeyIndex {
   void restore_sums(int layer, std::int32_t sequence);
   // Copies a tile in a layer's index.
   void copy_tile(int layer, std::int32_t from, std::int32_t to);
+
+  // What tells whether tiles and sums of another index mean the same here; empty if they cannot be
+  // taken elsewhere, because a scorer has memory of its own.
+  std::string kind() const;
+  // Bytes of a tile of all KV heads in a layer, and of a sequence's sums there.
+  std::size_t tile_bytes(int layer) const;
+  std::size_t layer_sum_bytes(int layer) const;
+  // Copies that bring a tile to `out`, [tile_bytes(layer)], or set it to what
+  // is there. Memory is used until the queue is idle.
+  void save_tile(int layer, std::int32_t slot, std::byte* out);
+  void load_tile(int layer, std::int32_t slot, const std::byte* saved);
+  // The same for a sequence's sums, [layer_sum_bytes(layer)].
+  void save_sums(int layer, std::int32_t sequence, std::byte* out);
+  void load_sums(int layer, std::int32_t sequence, const std::byte* saved);
 
   KeyIndexView view(int layer) const;
   // A view without pages if the layer keeps no value tiles.
@@ -98,6 +113,10 @@ class KeyIndex {
   // Calls visit(memory, bytes) for every buffer with a fixed number of bytes per sequence.
   template <typename Visit>
   void for_each_of_sequences(const Visit& visit) const;
+  // Calls visit(memory, bytes) for every buffer of a layer that has tiles:
+  // [kv_heads, slots, bytes].
+  template <typename Visit>
+  void for_each_of_tiles(int layer, const Visit& visit) const;
   std::size_t sum_bytes() const;
   std::byte* sums_of(const Layer& layer, std::int64_t sequence) const {
     return layer.sums.data() + static_cast<std::size_t>(sequence) * sum_bytes();

@@ -236,13 +236,15 @@ void DiskRows::begin_read(const FetchWave& wave) {
   Fetch& fetch = fetch_of(wave);
   const std::uint64_t bytes = pages_->layout().unit_bytes;
   std::vector<PageRead> reads;
+  std::uint64_t last = 0;  // unit
   fetch.unit_of.clear();
   fetch.first = fetch.end;
   for (; fetch.end < fetch.misses.size(); ++fetch.end) {
     const Miss& miss = fetch.misses[fetch.end];
-    if (reads.empty() || reads.back().address != miss.unit) {
+    if (reads.empty() || last != miss.unit) {
       if (reads.size() == units_at_once_) break;
-      reads.push_back({miss.unit, {units_of(wave) + reads.size() * bytes, bytes}});
+      last = miss.unit;
+      reads.push_back(pages_->read_of(last, {units_of(wave) + reads.size() * bytes, bytes}));
       reads_of(wave.layer, miss.token).bytes += bytes;
     }
     ++reads_of(wave.layer, miss.token).rows;

@@ -333,6 +333,34 @@ std::vector<std::int32_t> KvPool::write(std::int32_t sequence, std::int64_t firs
   return writing.begun;
 }
 
+void KvPool::attach(std::int32_t sequence, std::int64_t pages, std::shared_ptr<PageFile> file,
+                    Ledger& ledger) {
+  check(attaches(), "a pool that attaches no pages");
+  kept_rows_ = true;
+  settle();
+  kept_rows_ = false;
+  const std::int64_t tokens = pages * kPageTokens;
+  const BlockTables::Writing writing = tables_.write(sequence, 0, tokens);
+  check(writing.blocks.empty(), "pages attached to a sequence that is not empty");
+  write_lost(PageSlots::kNone);
+  record_uncounted(ledger);
+  forget_cached(sequence, 0, 0, tokens);
+  std::vector<std::int32_t> blocks;
+  for (std::int64_t page = 0; page < pages; ++page) {
+    blocks.push_back(tables_.page(sequence, page).host);
+  }
+  disk_->attach(std::move(file), blocks);
+  for (int layer = 0; layer < plan_.shape.layers; ++layer) {
+    const int set = set_of(layer);
+    for (std::int64_t page = 0; page < pages; ++page) {
+      const PageSlots slots = tables_.page(sequence, page, set);
+      if (slots.device == PageSlots::kNone) continue;
+      copy_above_disk(layer, {set, {PageSlots::kNone, slots.host}, slots, kPageTokens}, ledger);
+    }
+  }
+  publish();
+}
+
 void KvPool::make_room_on_host(const BlockTables::Writing& writing, std::int32_t sequence,
                                std::int64_t first, std::int64_t rows, bool by_layers) {
   try {

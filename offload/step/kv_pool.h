@@ -108,6 +108,17 @@ class KvPool {
   // Call after a write_by_layers() if some layers did not get their host memory.
   void forget_host_rows() { host_->release_uncommitted(); }
 
+  // True if whole pages of a saved file can be attached: rows lie on disk, in the file's format,
+  // and nothing is computed from all of them but the index.
+  bool attaches() const {
+    return disk_ != nullptr && disk_->takes_files() && listed_ == nullptr && !plan_.ragged;
+  }
+  // Gives an empty sequence the `pages` pages of a file, which are read when they are wanted; those
+  // that are resident, now. The caller sets their index. Throws what write() throws, and Error{io}
+  // or Error{corrupt}; then the sequence can only be closed.
+  void attach(std::int32_t sequence, std::int64_t pages, std::shared_ptr<PageFile> file,
+              Ledger& ledger);
+
   // Returns true if the sequence kept its rows when the latest of these threw; false if it had a
   // shared page to copy.
   bool kept_rows() const { return kept_rows_; }

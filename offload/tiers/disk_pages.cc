@@ -18,7 +18,7 @@ std::byte* first_sector(const Buffer& buffer) {
 }
 
 DiskPages::DiskPages(Queue& queue, const KvPlan& plan, const DiskSource& source)
-    : queue_(&queue), layout_(plan), stream_pages_(stream_pages(plan)) {
+    : queue_(&queue), layout_(plan), stream_pages_(stream_pages(plan)), blocks_(plan.blocks) {
   check(!source.directories.empty(), "a plan on disk without a directory");
   const DiskHostBytes bytes(plan);
   Backend& backend = queue.backend();
@@ -67,6 +67,7 @@ void DiskPages::write_page(int layer, const DevicePage& page) {
                       {page_in(written_, half, head, 0, 1), layout_.page_bytes}});
   }
   const std::lock_guard lock(mutex_);
+  if (!attached_.empty()) attached_[number_of(layer, page.block)] = {};
   writes_[half].layer = layer;
   writes_[half].ticket.emplace(store_->write(writes));
 }
@@ -114,6 +115,32 @@ std::string DiskPages::failure() const {
   return failure_;
 }
 
+void DiskPages::attach(std::shared_ptr<PageFile> file, std::span<const std::int32_t> blocks) {
+  check(takes_files(), "a file of pages of another size");
+  const std::lock_guard lock(mutex_);
+  attached_.resize(static_cast<std::size_t>(layout_.shape.layers * blocks_));
+  for (int layer = 0; layer < layout_.shape.layers; ++layer) {
+    for (std::size_t page = 0; page < blocks.size(); ++page) {
+      attached_[number_of(layer, blocks[page])] = {file, static_cast<std::int64_t>(page)};
+    }
+  }
+}
+
+PageRead DiskPages::read_of(std::uint64_t address, std::span<std::byte> to) const {
+  const std::lock_guard lock(mutex_);
+  if (attached_.empty()) return {address, to};
+  const auto heads = static_cast<std::uint64_t>(layout_.shape.kv_heads);
+  const auto layers = static_cast<std::uint64_t>(layout_.shape.layers);
+  const std::uint64_t region = address / layout_.region_bytes;
+  const std::uint64_t position = address % layout_.region_bytes;
+  const Attached& at = attached_[number_of(
+      static_cast<int>(region / heads), static_cast<std::int64_t>(position / layout_.page_bytes))];
+  if (at.file == nullptr) return {address, to};
+  const std::uint64_t extent =
+      (static_cast<std::uint64_t>(at.page) * layers * heads) + region;  // of a page and a KV head
+  return {extent * layout_.page_bytes + position % layout_.page_bytes, to, at.file};
+}
+
 void DiskPages::begin_read(std::size_t half, int layer, const RowRun& run) {
   check(run.number % kPageTokens == 0 && run.count <= stream_pages_ * kPageTokens,
         "a run that does not fit the disk's buffer");
@@ -122,9 +149,18 @@ void DiskPages::begin_read(std::size_t half, int layer, const RowRun& run) {
   const std::int64_t pages = (run.count + kPageTokens - 1) / kPageTokens;
   std::vector<PageRead> reads;
   for (int head = 0; head < layout_.shape.kv_heads; ++head) {
-    const std::size_t bytes = static_cast<std::size_t>(pages) * layout_.page_bytes;
-    reads.push_back({layout_.address(layer, head, block),
-                     {page_in(streamed_, half, head, 0, stream_pages_), bytes}});
+    for (std::int64_t page = 0; page < pages; ++page) {
+      PageRead read =
+          read_of(layout_.address(layer, head, block + page),
+                  {page_in(streamed_, half, head, page, stream_pages_), layout_.page_bytes});
+      const bool follows = page > 0 && read.file == nullptr && reads.back().file == nullptr;
+      if (follows) {
+        reads.back().destination = {reads.back().destination.data(),
+                                    reads.back().destination.size() + layout_.page_bytes};
+      } else {
+        reads.push_back(std::move(read));
+      }
+    }
   }
   reads_[half].emplace(store_->read(reads, DiskPriority::urgent));
 }

@@ -60,6 +60,15 @@ class DiskPages {
   // the device must not change before it returns.
   void write(int layer, std::span<const DevicePage> pages);
 
+  // Blocks that have whole pages of a file in all layers: block first + i page i. The file has
+  // [pages][layers][kv_heads][kPageTokens][row_bytes], see io's PageFile. They are read from there
+  // until they are written. takes_files() must be true.
+  void attach(std::shared_ptr<PageFile> file, std::span<const std::int32_t> blocks);
+  // True if pages of this pool and of a file have the same bytes.
+  bool takes_files() const { return layout_.page_bytes == kPageTokens * layout_.shape.row_bytes(); }
+  // The read of bytes within a block, wherever they are. Any thread may call it.
+  PageRead read_of(std::uint64_t address, std::span<std::byte> to) const;
+
   // Begins to read a run of rows, in host numbers and from a page's first row on, at most
   // `stream_tokens` of them, into half 0 or 1 of the buffer. Earlier copies from that half must be
   // over.
@@ -108,10 +117,14 @@ class DiskPages {
   // Brings the first `count` rows of a page to the half of written_ that is next.
   std::size_t bring(const DevicePage& page, std::int64_t count);
   void finish(Write& write);  // with mutex_ held
+  std::size_t number_of(int layer, std::int64_t block) const {
+    return static_cast<std::size_t>(layer * blocks_ + block);
+  }
 
   Queue* queue_;
   DiskLayout layout_;
   std::int64_t stream_pages_;
+  std::int64_t blocks_;
   // Both from their first whole sector on:
   Buffer streamed_;               // [halves, kv_heads, stream_pages_, page_bytes]
   Buffer written_;                // [halves, kv_heads, page_bytes]
@@ -119,10 +132,16 @@ class DiskPages {
   std::unique_ptr<PageStore> store_;
   std::array<std::optional<DiskTicket>, DiskHostBytes::kHalves> reads_;
   std::size_t next_write_ = 0;
-  // Of writes_ and failure_. Held while waiting for a write, because a ticket is for one thread.
+  // Of all that follows. Held while waiting for a write, because a ticket is for one thread.
   mutable std::mutex mutex_;
   std::array<Write, DiskHostBytes::kHalves> writes_;
   std::string failure_;
+  // Of a block in a layer: the page of a file, or none.
+  struct Attached {
+    std::shared_ptr<PageFile> file;
+    std::int64_t page = 0;
+  };
+  std::vector<Attached> attached_;  // [layers, blocks]; empty until a file is attached
 };
 
 }  // namespace sluice

@@ -10,6 +10,7 @@
 #include <csignal>
 #include <cstdint>
 #include <filesystem>
+#include <fstream>
 #include <limits>
 #include <memory>
 #include <string>
@@ -18,8 +19,10 @@
 #include <utility>
 #include <vector>
 
+#include "io/file.h"
 #include "io/pool_disk.h"
 #include "io/sector_buffer.h"
+#include "io/sector_sums.h"
 #include "tests/io/test_files.h"
 #include "tests/support/random.h"
 #include "tests/support/silent_disk.h"
@@ -312,6 +315,69 @@ TEST_F(PageStoreTest, ADeviceThatBreaksFailsEveryRequestAndNeverHangs) {
     ASSERT_TRUE(ticket.wait_for(std::chrono::seconds(20)));
     expect_error(ErrorCode::io, "the ring broke", [&] { ticket.wait(); });
   }
+}
+
+// Pages of a file that was there before, in one batch with the store's own.
+TEST_F(PageStoreTest, ReadsPagesOfAnotherFile) {
+  constexpr std::uint64_t kFile = 77;
+  constexpr std::size_t kPages = 12;
+  constexpr std::size_t kFirst = 3;  // sectors before them
+  const std::uint64_t seed = testing::seed(19);
+  SCOPED_TRACE(testing::seed_message(seed));
+  Random random(seed);
+  SectorBuffer own(kPages * kSectorBytes);
+  SectorBuffer saved((kFirst + kPages) * kSectorBytes);
+  fill(own.span(), random);
+  fill(saved.span(), random);
+  std::vector<std::uint64_t> sums;
+  for (std::size_t i = 0; i < kPages; ++i) {
+    sums.push_back(SavedSums::sum(kFile, i, saved.sectors(kFirst + i, 1).first<kSectorBytes>()));
+  }
+  TempDir temp;
+  const std::filesystem::path path = temp.path() / "rows";
+  const auto put = [&] {
+    std::ofstream(path, std::ios::binary)
+        .write(reinterpret_cast<const char*>(saved.span().data()),
+               static_cast<std::streamsize>(saved.span().size()));
+  };
+  put();
+  PageStore store(config(2));
+  const auto file =
+      store.open(File::open(path), kFirst * kSectorBytes, std::make_shared<SavedSums>(kFile, sums));
+  EXPECT_EQ(file->bytes(), kPages * kSectorBytes);
+  std::vector<PageWrite> writes;
+  for (std::size_t i = 0; i < kPages; ++i) writes.push_back({i * kSectorBytes, own.sectors(i, 1)});
+  store.write(writes).wait();
+  SectorBuffer memory(2 * kPages * kSectorBytes);
+  std::vector<PageRead> reads;
+  for (std::size_t i = 0; i < kPages; ++i) {
+    reads.push_back({i * kSectorBytes, memory.sectors(2 * i, 1)});
+    reads.push_back({i * kSectorBytes, memory.sectors(2 * i + 1, 1), file});
+  }
+  store.read(reads, DiskPriority::urgent).wait();
+  for (std::size_t i = 0; i < kPages; ++i) {
+    ASSERT_TRUE(std::ranges::equal(memory.sectors(2 * i, 1), own.sectors(i, 1)));
+    ASSERT_TRUE(std::ranges::equal(memory.sectors(2 * i + 1, 1), saved.sectors(kFirst + i, 1)));
+  }
+  // A sector that another byte, or another sector, has taken the place of.
+  saved.sectors(kFirst + 4, 1)[100] ^= std::byte{8};
+  std::swap_ranges(saved.sectors(kFirst + 7, 1).begin(), saved.sectors(kFirst + 7, 1).end(),
+                   saved.sectors(kFirst + 8, 1).begin());
+  put();
+  const std::vector<DiskFailure> failures = store.read(reads, DiskPriority::urgent).failures();
+  std::vector<std::size_t> failed;
+  for (const DiskFailure& failure : failures) {
+    EXPECT_EQ(failure.error.code(), ErrorCode::corrupt);
+    EXPECT_NE(std::string(failure.error.what()).find(path.string()), std::string::npos);
+    failed.push_back(failure.request);
+  }
+  EXPECT_EQ(failed, (std::vector<std::size_t>{9, 15, 17}));
+  // A file that was cut off.
+  std::filesystem::resize_file(path, (kFirst + 2) * kSectorBytes);
+  const PageRead beyond = {5 * kSectorBytes, memory.sectors(0, 1), file};
+  expect_error(ErrorCode::io, path.string(), [&] {
+    store.read({&beyond, 1}, DiskPriority::urgent).wait();
+  });
 }
 
 // What was asked for ends with an error, as does all that comes later, and the store ends, too.
