@@ -13,6 +13,7 @@
 #include "sluice/generate.h"
 #include "sluice/version.h"
 #include "tools/commands.h"
+#include "tools/constraint_flags.h"
 #include "tools/exit_code.h"
 #include "tools/flags.h"
 #include "tools/generation.h"
@@ -33,6 +34,7 @@ struct GenerateFlags {
   ModelFlags model;
   GenerationFlags generation;
   SpeculationFlags speculation;
+  ConstraintFlags constraint;
   std::string prompt;
   std::string prompt_file;
   std::string bos = "auto";
@@ -196,14 +198,15 @@ void write_json(const GenerateFlags& flags, const nlohmann::json& report, const 
 }
 
 GenerateResult run_model(const GenerateFlags& flags, const Engine& engine, Session& session,
-                         const Prompt& prompt, Speculation& speculation,
-                         std::optional<Spool>& steps) {
+                         const Prompt& prompt, const std::optional<Constraint>& constraint,
+                         Speculation& speculation, std::optional<Spool>& steps) {
   std::optional<ProgressBar> bar("prefill");
   GenerateOptions options;
   options.sampling = flags.generation.sampling;
   options.end_tokens = prompt.end_tokens;
   options.history.assign(session.tokens().begin(), session.tokens().end());
   options.ignore_eos = flags.ignore_eos;
+  options.constraint = constraint;
   speculation.use(options);
   options.interrupt = &interrupted();
   options.on_prefill = [&](std::int64_t done, std::int64_t total) {
@@ -272,6 +275,7 @@ int run(const GenerateFlags& flags, bool prompt_given) {
   if (!flags.saved.load.empty()) saved = engine.saved_session(flags.saved.load);
   const std::string text = prompt_given ? flags.prompt : read_prompt(flags.prompt_file);
   const Prompt prompt = saved ? encode_after(engine, *saved, text) : encode(engine, flags, text);
+  const std::optional<Constraint> constraint = flags.constraint.compile(engine);
   const GenerationFlags& generation = flags.generation;
   const std::int64_t needed = (saved ? std::ssize(saved->tokens) : 0) +
                               static_cast<std::int64_t>(prompt.ids.size()) +
@@ -293,7 +297,8 @@ int run(const GenerateFlags& flags, bool prompt_given) {
   const Loading loading = load(engine);
   Session session =
       saved ? engine.load_session(flags.saved.load, options) : engine.new_session(options);
-  const GenerateResult result = run_model(flags, engine, session, prompt, speculation, steps);
+  const GenerateResult result =
+      run_model(flags, engine, session, prompt, constraint, speculation, steps);
   if (flags.positions && session.selection().empty()) {
     print_error(void_note({"--positions"}, "no layer selected tokens, so it lists none"));
   }
@@ -346,7 +351,9 @@ Command add_generate(CLI::App& app) {
   app.get_option("--save-session")->excludes(chat);
   flags->generation.add_to(app, "prompt and --max-tokens");
   auto* speculate = flags->speculation.add_to(app);
-  app.add_flag("--ignore-eos", flags->ignore_eos, "go on after an end-of-text token");
+  auto* ignore_eos =
+      app.add_flag("--ignore-eos", flags->ignore_eos, "go on after an end-of-text token");
+  flags->constraint.add_to(app, {speculate, ignore_eos});
   auto* json =
       app.add_option("--json", flags->json,
                      "write text, timings, plan and ledger to this file, - for standard output");

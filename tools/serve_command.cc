@@ -11,6 +11,7 @@
 
 #include "lib/bytes.h"
 #include "sluice/batcher.h"
+#include "sluice/constraint.h"
 #include "sluice/errors.h"
 #include "tools/commands.h"
 #include "tools/flags.h"
@@ -133,8 +134,10 @@ int run(ServeFlags flags) {
   const BatcherOptions options = batcher_options(flags, engine);
   load(engine);
   Batcher batcher(engine, options);
+  const Constraints constraints(engine.tokenizer());
   ServedModel served;
   served.engine = &engine;
+  served.constraints = &constraints;
   served.chat = format ? &*format : nullptr;
   served.name = flags.name;
   if (served.name.empty()) {

@@ -318,7 +318,8 @@ void SparseAttention::score_counted(const Scorer& scorer, const Wave& wave, RunS
   call.memory = {};
   call.reads = &reads;
   scorer.score(call);
-  counted_.resize(count_of(layout_.shape.layers, layout_.batch, layout_.shape.kv_heads));
+  counted_.resize(
+      static_cast<std::size_t>(layout_.shape.layers * layout_.batch * layout_.shape.kv_heads));
   for (std::int64_t i = 0; i < wave.batch.count; ++i) {
     for (int head = 0; head < layout_.shape.kv_heads; ++head) {
       const std::int64_t entry = head_entry(wave.layer, wave.first + i) + head;

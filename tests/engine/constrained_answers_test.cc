@@ -33,6 +33,13 @@ const char* const kPerson = R"({"type":"object","properties":{
     "tags":{"type":"array","items":{"enum":["tall","old","rich"]},"maxItems":3}},
   "required":["name","age","tags"],"additionalProperties":false})";
 
+BatcherOptions options_of(int running) {
+  BatcherOptions options;
+  options.context = 1024;
+  options.running = running;
+  return options;
+}
+
 class ConstrainedAnswers : public ::testing::Test {
  protected:
   Request request(double temperature) {
@@ -62,9 +69,7 @@ class ConstrainedAnswers : public ::testing::Test {
 };
 
 TEST_F(ConstrainedAnswers, OfABatchAreValidAndThoseOfGenerate) {
-  BatcherOptions options;
-  options.context = 1024;
-  options.running = 6;
+  BatcherOptions options = options_of(6);
   options.drafts = 4;  // constrained answers take none
   Batcher batcher(engine_, options);
   Request several = request(1.0);
@@ -81,7 +86,7 @@ TEST_F(ConstrainedAnswers, OfABatchAreValidAndThoseOfGenerate) {
 }
 
 TEST_F(ConstrainedAnswers, MayBeCutOffByTheirNumberOfTokens) {
-  Batcher batcher(engine_, {.context = 1024, .policies = {}, .running = 2});
+  Batcher batcher(engine_, options_of(2));
   Request cut = request(0.0);
   cut.sampling.max_tokens = 3;
   Stream stream = batcher.submit(cut);
@@ -93,7 +98,7 @@ TEST_F(ConstrainedAnswers, MayBeCutOffByTheirNumberOfTokens) {
 
 // The mask of `rules` runs before, so a constraint has the last word.
 TEST_F(ConstrainedAnswers, KeepTheirConstraintUnderRules) {
-  Batcher batcher(engine_, {.context = 1024, .policies = {}, .running = 2});
+  Batcher batcher(engine_, options_of(2));
   Request biased = request(0.7);
   biased.rules.bias = {{engine_.tokenizer().encode("\"")[0], 5.0}};
   biased.rules.frequency_penalty = 0.5;
@@ -107,7 +112,7 @@ TEST_F(ConstrainedAnswers, KeepTheirConstraintUnderRules) {
 
 // One that cannot be followed ends its own request alone.
 TEST_F(ConstrainedAnswers, FailAlone) {
-  Batcher batcher(engine_, {.context = 1024, .policies = {}, .running = 4});
+  Batcher batcher(engine_, options_of(4));
   Request ambiguous = request(0.0);
   ambiguous.constraint = constraints_.regex("x((a?){1000}){1000}b");
   Stream failing = batcher.submit(ambiguous);
@@ -117,7 +122,7 @@ TEST_F(ConstrainedAnswers, FailAlone) {
 }
 
 TEST_F(ConstrainedAnswers, RefuseWhatContradictsThem) {
-  Batcher batcher(engine_, {.context = 1024, .policies = {}, .running = 2});
+  Batcher batcher(engine_, options_of(2));
   Request endless = request(0.0);
   endless.ignore_eos = true;
   expect_error(ErrorCode::usage, "`ignore_eos`", [&] { batcher.submit(endless); });

@@ -165,6 +165,27 @@ class Generate(unittest.TestCase):
         # The output ends with a line break, whether or not the text does.
         self.assertEqual(stopped.rstrip("\n"), text[: text.index(word)].rstrip("\n"))
 
+    def test_answers_under_a_constraint(self):
+        with tempfile.TemporaryDirectory() as folder:
+            schema, rules = Path(folder) / "schema.json", Path(folder) / "rules"
+            schema.write_text('{"type":"array","items":{"enum":["b","a"]},"minItems":2,"maxItems":3}')
+            rules.write_text('root ::= [a-z]{2,6} "."')
+            common = ["generate", "-m", MODEL, "-q", "-n", 60, "-p", "Pierre"]
+            done = sluice(*common, "--json-schema", schema)
+            self.assertIn(len(json.loads(done.stdout)), (2, 3), done.stdout)
+            self.assertRegex(sluice(*common, "--regex", "[A-C]{4}").stdout, r"^[A-C]{4}$")
+            self.assertRegex(sluice(*common, "--grammar", rules).stdout, r"^[a-z]{2,6}\.$")
+            schema.write_text('{"type":"array","uniqueItems":true}')
+            for flags, code, text in [
+                    (["--json-schema", schema], 5, "--json-schema: JSON schema: the keyword 'uniqueItems'"),
+                    (["--json-schema", Path(folder) / "none"], 3, "none"), (["--regex", "("], 2, "--regex: pattern '('"),
+                    (["--regex", "a", "--grammar", rules], 2, "excludes"), (["--regex", "a", "--ignore-eos"], 2, "excludes"),
+                    (["--regex", "a", "--speculate", "lookup"], 2, "excludes")]:
+                with self.subTest(flags=flags):
+                    refused = sluice(*common, *flags)
+                    self.assertEqual((refused.returncode, refused.stdout), (code, ""), refused.stderr)
+                    self.assertIn(text, refused.stderr)
+
     def test_positions_of_every_step(self):
         done = sluice("generate", "-m", MODEL, "-q", "-n", 4, "--json", "-", "--positions",
                       "--policy", "select=sparq prune=top_k(40) dense=0", "--ignore-eos",

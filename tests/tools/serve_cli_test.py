@@ -193,6 +193,70 @@ class Serve(unittest.TestCase):
         with concurrent.futures.ThreadPoolExecutor(12) as pool:
             self.assertEqual(list(pool.map(ask, prompts)), [alone[prompt] for prompt in prompts])
 
+    # ---- Structured answers
+
+    SCHEMA = {"type": "object", "properties": {"zeal": {"type": "integer"}, "name": {"type": "string", "maxLength": 12},
+                                               "mood": {"enum": ["good", "bad"]}},
+              "required": ["zeal", "name", "mood"], "additionalProperties": False}
+
+    def expect_person(self, text: str):
+        person = json.loads(text)
+        self.assertEqual(list(person), ["zeal", "name", "mood"])  # the schema's order, not the alphabet's
+        self.assertIsInstance(person["zeal"], int)
+        self.assertLessEqual(len(person["name"]), 12)
+        self.assertIn(person["mood"], ["good", "bad"])
+
+    def test_answers_of_a_schema(self):
+        wanted = {"type": "json_schema", "json_schema": {"name": "person", "strict": True, "schema": self.SCHEMA}}
+        reply = self.server.complete(max_tokens=900, response_format=wanted)
+        self.assertEqual(reply["choices"][0]["finish_reason"], "stop")
+        self.expect_person(reply["choices"][0]["text"])
+        body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 900, "response_format": wanted}
+        events = self.server.events("/v1/completions", body)
+        self.assertEqual("".join(c["text"] for e in events for c in e["choices"]), reply["choices"][0]["text"])
+        several = self.server.complete(max_tokens=900, response_format=wanted, n=3, temperature=1, seed=4, logprobs=1)
+        for choice in several["choices"]:
+            self.assertEqual(choice["finish_reason"], "stop")
+            self.expect_person(choice["text"])
+        cut = self.server.complete(max_tokens=2, response_format=wanted)["choices"][0]
+        self.assertEqual(cut["finish_reason"], "length")
+
+    def test_answers_of_other_kinds(self):
+        reply = self.server.complete(max_tokens=60, regex="(yes|no), [a-z]{3,8}!")["choices"][0]
+        self.assertRegex(reply["text"], r"^(yes|no), [a-z]{3,8}!$")
+        self.assertEqual(reply["finish_reason"], "stop")
+        rules = 'root ::= "<" word ("," word){1,2} ">"\nword ::= [a-z]{1,5}'
+        reply = self.server.complete(max_tokens=60, grammar=rules)["choices"][0]
+        self.assertRegex(reply["text"], r"^<[a-z]{1,5}(,[a-z]{1,5}){1,2}>$")
+        drawn = self.server.complete(max_tokens=300, response_format={"type": "json_object"}, temperature=1, seed=1)
+        if drawn["choices"][0]["finish_reason"] == "stop":
+            self.assertIsInstance(json.loads(drawn["choices"][0]["text"]), dict)
+        plain = self.server.complete(max_tokens=9, response_format={"type": "text"})["choices"][0]["text"]
+        self.assertEqual(plain, self.server.complete(max_tokens=9)["choices"][0]["text"])
+
+    def test_wrong_constraints(self):
+        schema = lambda schema: {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+        for fields, text in [
+                (schema({"type": "integer", "minimum": 3}), "'minimum' is not supported at #"),
+                (schema({"type": "object", "properties": {"a": {"oneOf": []}}}), "'oneOf' is not supported at #/properties/a"),
+                (schema({"$ref": "#"}), "no text that ever ends"), (schema(5), "must be an object, true or false"),
+                (schema({"type": "string", "pattern": "(?=a)"}), "look-around"), (schema(None), "`schema` is missing"),
+                ({"response_format": {"type": "json_schema"}}, "`json_schema` must be"),
+                ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "extra": 1}}}, "no field"),
+                ({"response_format": {"type": "xml"}}, "the type must be"), ({"response_format": "json"}, "must be an object"),
+                ({"response_format": {}}, "the type must be"), ({"response_format": {"type": 3}}, "a string"),
+                ({"response_format": {"type": "text", "json_schema": {}}}, "wants the type"),
+                ({"regex": "("}, "`)` is missing"), ({"regex": 3}, "`regex` must be a string"), ({"regex": ""}, "empty one"),
+                ({"grammar": "x"}, "line 1"), ({"grammar": []}, "`grammar` must be a string"),
+                ({"regex": "a", "grammar": "b"}, "only one of"), ({"regex": "a", "ignore_eos": True}, "`ignore_eos`")]:
+            with self.subTest(fields=str(fields)[:60]):
+                self.refused(400, text, "/v1/completions", {"prompt": "x", **fields})
+        names = {f"n{i}": True for i in range(6000)}
+        self.refused(400, "more than 5000 names", "/v1/completions",
+                     {"prompt": "x", **schema({"type": "object", "properties": names})})
+        self.refused(400, "too ambiguous", "/v1/completions", {"prompt": "x", "regex": "((a?){1000}){1000}b"})
+        self.server.complete(max_tokens=1)
+
     # ---- Wrong requests
 
     def test_bodies_that_are_no_request(self):

@@ -9,6 +9,7 @@
 
 #include "lib/text.h"
 #include "sluice/errors.h"
+#include "tools/serve/constraint_field.h"
 #include "tools/serve/fields.h"
 
 namespace sluice::tools {
@@ -54,7 +55,8 @@ std::vector<LogitBias> read_bias(const Fields& fields) {
 }
 
 // Fields that both kinds have.
-Request read_request(const Fields& fields, const ServedModel& served, Completion& completion) {
+Request read_request(const Fields& fields, std::string_view body, const ServedModel& served,
+                     Completion& completion) {
   Request request;
   completion.model = fields.string("model").value_or(served.name);
   if (completion.model != served.name) {
@@ -76,6 +78,10 @@ Request read_request(const Fields& fields, const ServedModel& served, Completion
   request.rules.frequency_penalty = fields.number("frequency_penalty", 0.0);
   request.rules.bias = read_bias(fields);
   request.ignore_eos = fields.boolean("ignore_eos", false);
+  request.constraint = read_constraint(fields, body, *served.constraints);
+  if (request.constraint && request.ignore_eos) {
+    refuse("`ignore_eos` cannot be used beside `response_format`, `regex` or `grammar`");
+  }
   request.priority = static_cast<int>(fields.integer("priority", -kMostPriority, kMostPriority, 0));
   if (const auto policy = fields.string("policy")) {
     request.policy = served.engine->policy(*policy);
@@ -204,19 +210,38 @@ const char* reason_name(FinishReason reason) {
 }
 
 // Fields that both kinds of completion take.
-constexpr auto kCommonFields = std::to_array<std::string_view>(
-    {"model", "temperature", "top_p", "min_p", "top_k", "repetition_penalty", "stop", "seed",
-     "presence_penalty", "frequency_penalty", "logit_bias", "ignore_eos", "priority", "policy", "n",
-     "stream", "stream_options", "logprobs", "user"});
+constexpr auto kCommonFields = std::to_array<std::string_view>({"model",
+                                                                "temperature",
+                                                                "top_p",
+                                                                "min_p",
+                                                                "top_k",
+                                                                "repetition_penalty",
+                                                                "stop",
+                                                                "seed",
+                                                                "presence_penalty",
+                                                                "frequency_penalty",
+                                                                "logit_bias",
+                                                                "ignore_eos",
+                                                                "priority",
+                                                                "policy",
+                                                                "n",
+                                                                "stream",
+                                                                "stream_options",
+                                                                "logprobs",
+                                                                "user",
+                                                                "response_format",
+                                                                "regex",
+                                                                "grammar"});
 
 }  // namespace
 
-Completion read_completion(const nlohmann::json& body, const ServedModel& served) {
-  const Fields fields(body);
+Completion read_completion(std::string_view body, const ServedModel& served) {
+  const nlohmann::json json = parse_body(body);
+  const Fields fields(json);
   fields.require_known({"prompt", "max_tokens", "best_of", "echo", "suffix"}, kCommonFields);
   Completion completion;
   completion.id = new_id("cmpl-");
-  Request request = read_request(fields, served, completion);
+  Request request = read_request(fields, body, served, completion);
   if (fields.find("suffix") != nullptr) refuse("`suffix` is not supported");
   if (fields.integer("best_of", 1, 1024, completion.choices) != completion.choices) {
     refuse("`best_of` must equal `n`");
@@ -236,15 +261,16 @@ Completion read_completion(const nlohmann::json& body, const ServedModel& served
   return completion;
 }
 
-Completion read_chat(const nlohmann::json& body, const ServedModel& served) {
-  const Fields fields(body);
+Completion read_chat(std::string_view body, const ServedModel& served) {
+  const nlohmann::json json = parse_body(body);
+  const Fields fields(json);
   fields.require_known({"messages", "max_tokens", "max_completion_tokens", "top_logprobs"},
                        kCommonFields);
   if (served.chat == nullptr) refuse("this checkpoint has no chat template; use /v1/completions");
   Completion completion;
   completion.is_chat = true;
   completion.id = new_id("chatcmpl-");
-  Request request = read_request(fields, served, completion);
+  Request request = read_request(fields, body, served, completion);
   const Conversation talk = read_messages(fields);
   request.prompt = served.chat->render(talk.system, talk.turns);
   request.end_tokens.assign(served.chat->end_tokens().begin(), served.chat->end_tokens().end());

@@ -7,10 +7,12 @@
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "sluice/batcher.h"
 #include "sluice/chat.h"
+#include "sluice/constraint.h"
 #include "sluice/engine.h"
 
 namespace sluice::tools {
@@ -19,6 +21,7 @@ namespace sluice::tools {
 struct ServedModel {
   Engine* engine = nullptr;
   const ChatFormat* chat = nullptr;  // null: the checkpoint has no template
+  const Constraints* constraints = nullptr;
   std::string name;
   std::int64_t context = 0;
   std::int64_t most_tokens = 0;  // of an answer
@@ -39,9 +42,10 @@ struct Completion {
   std::string model;
 };
 
-// Throw Error{usage} or {prompt} for what a body may not say.
-Completion read_completion(const nlohmann::json& body, const ServedModel& served);
-Completion read_chat(const nlohmann::json& body, const ServedModel& served);
+// Throw Error{usage}, {prompt}, {tokenizer}, {not_found} or {unsupported} for what a body may not
+// say.
+Completion read_completion(std::string_view body, const ServedModel& served);
+Completion read_chat(std::string_view body, const ServedModel& served);
 
 // The text of one choice and its log probabilities, as they grow.
 class ChoiceWriter {

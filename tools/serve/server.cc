@@ -294,10 +294,10 @@ void HttpServer::Impl::set_up() {
   using Req = httplib::Request;
   using Res = httplib::Response;
   http.Post("/v1/completions", guarded([this](const Req& request, Res& response) {
-              answer(read_completion(parse_body(request.body), served), response);
+              answer(read_completion(request.body, served), response);
             }));
   http.Post("/v1/chat/completions", guarded([this](const Req& request, Res& response) {
-              answer(read_chat(parse_body(request.body), served), response);
+              answer(read_chat(request.body, served), response);
             }));
   http.Get("/v1/models", guarded([this](const Req&, Res& response) { list_models(response); }));
   http.Post("/tokenize", guarded([this](const Req& request, Res& response) {
