@@ -102,7 +102,9 @@ std::string random_text(ConstraintCursor& cursor, Random& random) {
     std::erase(tokens, kEnd);
     if (i > 60 || random.integer(0, 1) == 0) {
       std::vector<TokenId> closing;
-      for (const char byte : std::string_view("\"}]:,0")) {
+      // The letters complete strings whose pattern is not matched yet.
+      const std::string_view order = text.ends_with('a') ? "\"ba}]:,0" : "\"ab}]:,0";
+      for (const char byte : order) {
         const TokenId id = token_of(static_cast<std::uint8_t>(byte));
         if (std::find(tokens.begin(), tokens.end(), id) != tokens.end()) {
           closing.push_back(id);
