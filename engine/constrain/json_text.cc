@@ -13,7 +13,7 @@ namespace {
 using Json = nlohmann::ordered_json;
 
 constexpr std::int32_t kMostDigits = 18;
-constexpr std::int32_t kMostBlanks = 64;
+constexpr std::int32_t kMostBlanks = 20;
 constexpr std::size_t kMostNameCharacters = 20'000;
 
 // Characters that a string has to escape. All others stand for themselves.

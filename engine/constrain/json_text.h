@@ -4,7 +4,7 @@
 // strings under a pattern are written as nlohmann::json writes them, without escapes that are not
 // needed. Other strings may have every escape. Numbers have at most 18 digits before the point, 18
 // behind it and an exponent of two digits, so that every parser reads them. White space is allowed
-// behind `{ [ , :` and before `} ]`: one blank, or a line feed and up to 64 blanks or tabs.
+// behind `{ [ , :` and before `} ]`: one blank, or a line feed and up to 20 blanks or tabs.
 #pragma once
 
 #include <nlohmann/json.hpp>

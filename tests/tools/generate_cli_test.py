@@ -170,7 +170,7 @@ class Generate(unittest.TestCase):
             schema, rules = Path(folder) / "schema.json", Path(folder) / "rules"
             schema.write_text('{"type":"array","items":{"enum":["b","a"]},"minItems":2,"maxItems":3}')
             rules.write_text('root ::= [a-z]{2,6} "."')
-            common = ["generate", "-m", MODEL, "-q", "-n", 60, "-p", "Pierre"]
+            common = ["generate", "-m", MODEL, "-q", "-n", 200, "-p", "Pierre"]
             done = sluice(*common, "--json-schema", schema)
             self.assertIn(len(json.loads(done.stdout)), (2, 3), done.stdout)
             self.assertRegex(sluice(*common, "--regex", "[A-C]{4}").stdout, r"^[A-C]{4}$")
