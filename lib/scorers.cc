@@ -93,18 +93,18 @@ const Scorer& Scorers::at(const Method& method) const {
 
 std::string Scorers::accepted() const {
   std::vector<std::string> forms;
-  std::string ranges;
   for (const auto& scorer : all_) {
     const ScorerInfo& info = scorer->info();
     forms.push_back(info.name);
     std::string list;
     for (const ScorerParameter& parameter : info.parameters) {
-      list += (list.empty() ? "" : ",") + parameter.name + "=N";
-      ranges += ", N from " + parameter.range;
+      std::string range = parameter.range;
+      if (const auto at = range.find(" to "); at != range.npos) range.replace(at, 4, "..");
+      list += (list.empty() ? "" : ",") + parameter.name + "=" + range;
     }
     if (!list.empty()) forms.push_back(info.name + "(" + list + ")");
   }
-  return alternatives(forms) + ranges;
+  return alternatives(forms);
 }
 
 std::string Scorers::names(std::initializer_list<ScorerInfo::Kind> kinds) const {

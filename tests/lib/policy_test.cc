@@ -191,16 +191,16 @@ TEST(PolicyText, RefusesWhatIsNotInTheGrammar) {
       {"quest dense=0 dense=1", "dense is given twice, again as 'dense=1'"},
       {"select=magic",
        "policy: 'select=magic' is not understood; select takes dense, streaming, "
-       "exact, int4, quest, sparq, sparq(r=N), double_sparsity, double_sparsity(r=N), snapkv or "
-       "snapkv(kernel=N,rows=N,window=N), N from 1 to head_dim, N from 1 to head_dim, N from 1 to "
-       "1023, N from 1 to 1048576, N from 1 to 1024"},
+       "exact, int4, quest, sparq, sparq(r=1..head_dim), double_sparsity, "
+       "double_sparsity(r=1..head_dim), snapkv or "
+       "snapkv(kernel=1..1023,rows=1..1048576,window=1..1024)"},
       {"select=", "'select=' is not understood"},
       {"select=quest(r=4)", "'select=quest(r=4)' is not understood"},
       {"select=sparq()", "select takes dense, streaming"},
       {"select=sparq(32)", "select takes dense, streaming"},
-      {"select=sparq(r=0)", "N from 1 to head_dim"},
-      {"select=sparq(r=-1)", "N from 1 to head_dim"},
-      {"select=sparq(r=99999999999)", "N from 1 to head_dim"},
+      {"select=sparq(r=0)", "sparq(r=1..head_dim)"},
+      {"select=sparq(r=-1)", "sparq(r=1..head_dim)"},
+      {"select=sparq(r=99999999999)", "sparq(r=1..head_dim)"},
       {"select=sparq(r=3 2)", "'select=sparq(r=3 2)' is not understood"},
       {"select=sparq(r=3,r=3)", "select takes dense, streaming"},
       {"select=sparq(r=3", "'select=sparq(r=3' is not understood"},

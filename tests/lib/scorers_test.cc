@@ -67,9 +67,8 @@ TEST(Scorers, RefusalsSayWhatThereIs) {
     return refusal([&] { parse_policy(text, scorers); });
   };
   const std::string accepted =
-      "snapkv(kernel=N,rows=N,window=N), sketch or sketch(bits=N,decay=N), N from 1 to head_dim, "
-      "N from 1 to head_dim, N from 1 to 1023, N from 1 to 1048576, N from 1 to 1024, N from 1 to "
-      "64, N from 0 to 1";
+      "snapkv(kernel=1..1023,rows=1..1048576,window=1..1024), sketch or sketch(bits=1..64,"
+      "decay=0..1)";
   for (const char* text :
        {"select=magic", "select=sketch(bits=0)", "select=sketch(bits=65)",
         "select=sketch(bits=1.5)", "select=sketch(decay=nan)", "select=sketch(decay=-0.1)",

@@ -313,7 +313,7 @@ class Scorers {
   bool has(const Scorer& scorer) const { return find(scorer.info().name) == &scorer; }
   // Returns true if a scorer of this name takes these parameters.
   bool accepts(const Method& method) const;
-  // The values of select=, for messages: "dense, ..., sparq or sparq(r=N), N from 1 to head_dim".
+  // The values of select=, for messages: "dense, ..., sparq or sparq(r=1..head_dim)".
   std::string accepted() const;
   // Names of the scorers of these kinds: "exact, int4 or sparq".
   std::string names(std::initializer_list<ScorerInfo::Kind> kinds) const;
