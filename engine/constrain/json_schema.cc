@@ -19,8 +19,8 @@ namespace {
 using Json = nlohmann::ordered_json;
 using Names = std::span<const std::string_view>;
 
-constexpr std::size_t kMostBytes = 1 << 20;
-constexpr int kMostDepth = 64;
+constexpr std::size_t kMostSchemaBytes = 1 << 20;
+constexpr int kMostSchemaDepth = 64;
 // Names of objects and values. Also bounds the search for a name in an object, which is linear.
 constexpr int kMostValues = 20'000;
 constexpr int kMostNames = 5'000;
@@ -74,14 +74,14 @@ std::string step(std::string_view name) {
 }
 
 Json parse(std::string_view text) {
-  if (text.size() > kMostBytes) {
+  if (text.size() > kMostSchemaBytes) {
     throw Error(ErrorCode::usage, "JSON schema: it has " + std::to_string(text.size()) +
-                                      " bytes; the most are " + std::to_string(kMostBytes));
+                                      " bytes; the most are " + std::to_string(kMostSchemaBytes));
   }
   int values = 0;
   int names = 0;
   const auto limit = [&](int depth, Json::parse_event_t event, Json&) {
-    if (depth > kMostDepth) {
+    if (depth > kMostSchemaDepth) {
       throw Error(ErrorCode::usage, "JSON schema: it is nested more than 64 deep");
     }
     if (event == Json::parse_event_t::key) ++names;

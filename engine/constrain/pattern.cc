@@ -12,8 +12,8 @@
 namespace sluice::constrain {
 namespace {
 
-constexpr int kMostDepth = 100;
-constexpr std::size_t kMostBytes = 64 << 10;
+constexpr int kMostPatternDepth = 100;
+constexpr std::size_t kMostPatternBytes = 64 << 10;
 
 CodeSet one(char32_t code) { return {{code, code}}; }
 
@@ -86,7 +86,7 @@ class Parser {
   }
 
   NodeId alternatives(int depth) {
-    if (depth > kMostDepth) broken("groups are nested more than 100 deep");
+    if (depth > kMostPatternDepth) broken("groups are nested more than 100 deep");
     std::vector<NodeId> all;
     do {
       all.push_back(alternative(depth));
@@ -290,7 +290,7 @@ class Parser {
 
 NodeId compile_pattern(std::string_view pattern, Match match, const WriteCharacter& write,
                        Grammar& grammar) {
-  if (pattern.size() > kMostBytes) {
+  if (pattern.size() > kMostPatternBytes) {
     throw Error(ErrorCode::usage, "a pattern has more than 65536 bytes");
   }
   if (find_invalid_utf8(pattern)) throw Error(ErrorCode::usage, "a pattern is not valid UTF-8");
