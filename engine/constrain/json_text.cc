@@ -184,11 +184,11 @@ NodeId JsonText::member(std::string_view name, NodeId value) {
 NodeId JsonText::other_member(std::span<const std::string> others, NodeId value) {
   std::vector<std::u32string> names;
   for (const std::string& name : others) names.push_back(code_points(name));
-  return grammar_->sequence({name_outside(std::move(names)), grammar_->bytes(":"), space_, value});
+  return grammar_->sequence({name_outside(names), grammar_->bytes(":"), space_, value});
 }
 
 // A trie of the names: where a name leaves it, all characters may follow.
-NodeId JsonText::name_outside(std::vector<std::u32string> names) {
+NodeId JsonText::name_outside(const std::vector<std::u32string>& names) {
   if (names.empty()) return string_;
   Grammar& g = *grammar_;
   struct Place {

@@ -57,7 +57,7 @@ class JsonText {
   // Characters that have to be escaped.
   NodeId escapes(const CodeSet& characters);
   NodeId literal_string(std::string_view text);
-  NodeId name_outside(std::vector<std::u32string> names);
+  NodeId name_outside(const std::vector<std::u32string>& names);
 
   Grammar* grammar_;
   // Parts of nearly every negated set, made once because they take many nodes.

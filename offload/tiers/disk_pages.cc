@@ -115,7 +115,8 @@ std::string DiskPages::failure() const {
   return failure_;
 }
 
-void DiskPages::attach(std::shared_ptr<PageFile> file, std::span<const std::int32_t> blocks) {
+void DiskPages::attach(const std::shared_ptr<PageFile>& file,
+                       std::span<const std::int32_t> blocks) {
   check(takes_files(), "a file of pages of another size");
   const std::lock_guard lock(mutex_);
   attached_.resize(static_cast<std::size_t>(layout_.shape.layers * blocks_));

@@ -63,7 +63,7 @@ class DiskPages {
   // Blocks that have whole pages of a file in all layers: block first + i page i. The file has
   // [pages][layers][kv_heads][kPageTokens][row_bytes], see io's PageFile. They are read from there
   // until they are written. takes_files() must be true.
-  void attach(std::shared_ptr<PageFile> file, std::span<const std::int32_t> blocks);
+  void attach(const std::shared_ptr<PageFile>& file, std::span<const std::int32_t> blocks);
   // True if pages of this pool and of a file have the same bytes.
   bool takes_files() const { return layout_.page_bytes == kPageTokens * layout_.shape.row_bytes(); }
   // The read of bytes within a block, wherever they are. Any thread may call it.
