@@ -374,7 +374,7 @@ TEST(Constraint, RefusesSchemasByTheirFault) {
     const char* schema;
     ErrorCode code;
     const char* text;
-  } kCases[] = {
+  } cases[] = {
       {"{", ErrorCode::usage, "not JSON"},
       {"3", ErrorCode::usage, "must be an object, true or false at #"},
       {"false", ErrorCode::usage, "no text that ever ends"},
@@ -426,7 +426,7 @@ TEST(Constraint, RefusesSchemasByTheirFault) {
       {R"({"type":"object","properties":{"a":{"$ref":"#"}},"required":["a"]})", ErrorCode::usage,
        "no text"},
   };
-  for (const auto& one : kCases) {
+  for (const auto& one : cases) {
     SCOPED_TRACE(one.schema);
     expect_error(one.code, one.text, [&] { constraints().json_schema(one.schema); });
   }
@@ -460,7 +460,7 @@ TEST(Constraint, RefusesExpressions) {
     const char* pattern;
     ErrorCode code;
     const char* text;
-  } kCases[] = {
+  } cases[] = {
       {"(?=a)", ErrorCode::unsupported, "look-around"},
       {"(?<!a)b", ErrorCode::unsupported, "look-around"},
       {"(a)\\1", ErrorCode::unsupported, "back reference"},
@@ -488,7 +488,7 @@ TEST(Constraint, RefusesExpressions) {
       {"", ErrorCode::usage, "empty one"},
       {"\xFF", ErrorCode::usage, "UTF-8"},
   };
-  for (const auto& one : kCases) {
+  for (const auto& one : cases) {
     SCOPED_TRACE(one.pattern);
     expect_error(one.code, one.text, [&] { constraints().regex(one.pattern); });
   }
@@ -500,7 +500,7 @@ TEST(Constraint, RefusesGrammars) {
   const struct {
     const char* rules;
     const char* text;
-  } kCases[] = {
+  } cases[] = {
       {"", "no rule `root`"},
       {"rot ::= \"a\"", "no rule `root`"},
       {"root ::= other", "'other' is used and not defined"},
@@ -520,7 +520,7 @@ TEST(Constraint, RefusesGrammars) {
       {"root ::= \"\\ud800\"", "names no character"},
       {"root ::= \"\"", "empty one"},
   };
-  for (const auto& one : kCases) {
+  for (const auto& one : cases) {
     SCOPED_TRACE(one.rules);
     expect_error(ErrorCode::usage, one.text, [&] { constraints().grammar(one.rules); });
   }
