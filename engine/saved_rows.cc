@@ -11,8 +11,8 @@
 namespace sluice {
 namespace {
 
-// The key index of a session, as far as it goes into a saved session: whole tiles, whose pages a
-// load can leave where they are.
+// The part of a key index that is saved: whole tiles, because a load can leave their pages in the
+// file.
 class IndexOfSession {
  public:
   explicit IndexOfSession(KvSession& kv) : kv_(&kv) {

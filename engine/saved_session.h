@@ -5,8 +5,7 @@
 //
 // The rows file: 64-bit little-endian words [magic, version, id, layers, kv_heads, head_dim,
 // row_bytes, tokens, uncorrected, sections], then for each section [kind, offset, bytes]. Readers
-// skip sections of kinds that they do not know. The sections of version 1, the last two of which
-// may be missing:
+// skip sections of unknown kinds. The sections of version 1; the last two are optional:
 //
 //   tokens  std::int32_t [tokens]
 //   note    bytes that mean something to the caller alone

@@ -46,8 +46,8 @@ struct Notes {
   std::int64_t chosen = 0;  // 1: the kept positions are
 };
 
-// Behind the notes: f32 queries [window, query_heads, head_dim], the oldest first, then positions
-// int32 [kv_heads, rows], of which the first min(rows, end) - seen count, ascending.
+// Behind the notes: f32 queries [window, query_heads, head_dim], the oldest first, then int32
+// positions [kv_heads, rows], ascending; only the first min(rows, end) - seen are valid.
 struct Layout {
   Settings settings;
   KvShape shape;

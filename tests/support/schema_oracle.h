@@ -105,7 +105,7 @@ class SchemaMaker {
  public:
   explicit SchemaMaker(std::uint64_t seed) : random_(seed) {}
 
-  // With two definitions, one of which is a list that may hold itself.
+  // Has two definitions; one is a recursive list.
   OrderedJson schema() {
     OrderedJson root = node(3);
     if (!root.is_object()) root = {{"anyOf", OrderedJson::array({root, {{"type", "null"}}})}};
