@@ -232,6 +232,21 @@ std::vector<float> all_outputs(const Script& script, std::int64_t at, const auto
   return expected;
 }
 
+// Calls body(session) with all rows resident, and under a cap that holds a few pages.
+void with_and_without_cap(const KvShape& shape, const Policy& policy, const auto& body) {
+  const KvPlan free = plan_of(CountingBackend().info(), shape, policy);
+  const std::uint64_t cap = free.index_bytes + free.work_bytes + free.table_bytes +
+                            8 * kPageTokens * shape.token_bytes() / 2;
+  for (const bool capped : {false, true}) {
+    SCOPED_TRACE(capped ? "capped" : "free");
+    CountingBackend backend(capped ? cap : MemoryAccount::kNoCap);
+    const KvPlan plan = capped ? plan_of(backend.info(), shape, policy, cap) : free;
+    KvSession session = testing::session_of(backend, plan, {&policy, 1});
+    body(session);
+    if (::testing::Test::HasFatalFailure()) return;
+  }
+}
+
 TEST(DoubleSparsity, AttendsToWhatTheDefinitionSays) {
   const std::uint64_t seed = testing::seed(51);
   SCOPED_TRACE(testing::seed_message(seed));
@@ -241,13 +256,7 @@ TEST(DoubleSparsity, AttendsToWhatTheDefinitionSays) {
     for (const int r : {8, 5, 32}) {
       const Policy policy =
           parse_policy("select=double_sparsity(r=" + std::to_string(r) + ") prune=top_k(48)");
-      const KvPlan free = plan_of(CountingBackend().info(), shape, policy);
-      const std::uint64_t cap = free.index_bytes + free.work_bytes + free.table_bytes +
-                                8 * kPageTokens * shape.token_bytes() / 2;
-      for (const bool capped : {false, true}) {
-        CountingBackend backend(capped ? cap : MemoryAccount::kNoCap);
-        const KvPlan plan = capped ? plan_of(backend.info(), shape, policy, cap) : free;
-        KvSession session = testing::session_of(backend, plan, {&policy, 1});
+      with_and_without_cap(shape, policy, [&](KvSession& session) {
         script.prefill(session, 510);
         for (std::int64_t at = 510; at < 514; ++at) {
           const std::vector<float> actual = script.step(session, Phase::decode, 1);
@@ -256,7 +265,7 @@ TEST(DoubleSparsity, AttendsToWhatTheDefinitionSays) {
           ASSERT_LT(largest_difference(actual, expected), kTolerance)
               << "group " << group << ", r " << r << ", position " << at;
         }
-      }
+      });
     }
   }
 }
@@ -314,13 +323,7 @@ TEST(SnapKv, AttendsToWhatTheDefinitionSays) {
   for (const int group : {1, 4}) {
     const KvShape shape{2, 2 * group, 2, 32, DType::bf16};
     const Script script(shape, 700, seed);
-    const KvPlan free = plan_of(CountingBackend().info(), shape, policy);
-    const std::uint64_t cap = free.index_bytes + free.work_bytes + free.table_bytes +
-                              8 * kPageTokens * shape.token_bytes() / 2;
-    for (const bool capped : {false, true}) {
-      CountingBackend backend(capped ? cap : MemoryAccount::kNoCap);
-      const KvPlan plan = capped ? plan_of(backend.info(), shape, policy, cap) : free;
-      KvSession session = testing::session_of(backend, plan, {&policy, 1});
+    with_and_without_cap(shape, policy, [&](KvSession& session) {
       // The last piece of the prompt has 2 tokens, so the window is in two; tokens after it fill a
       // page.
       script.prefill(session, 450);
@@ -334,10 +337,10 @@ TEST(SnapKv, AttendsToWhatTheDefinitionSays) {
           return chosen;
         });
         ASSERT_LT(largest_difference(actual, expected), kTolerance)
-            << "group " << group << ", position " << at << (capped ? ", capped" : "");
+            << "group " << group << ", position " << at;
         EXPECT_EQ(session.selection().at(1).selected, static_cast<double>(rows) / 2);
       }
-    }
+    });
   }
 }
 

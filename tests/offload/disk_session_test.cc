@@ -75,11 +75,12 @@ KvPlan plan_of(const KvShape& shape, const Policy& policy, DeviceTier device, st
 
 class DiskSessions : public testing::OnDisk {
  protected:
-  std::shared_ptr<KvPool> pool(const KvPlan& plan, const Policy& policy) {
+  std::shared_ptr<KvPool> pool(const KvPlan& plan, const Policy& policy,
+                               const DiskFactory& factory = {}) {
     const bool dense = policy == Policy();
-    return std::make_shared<KvPool>(backend_.make_queue(), plan,
-                                    dense ? std::span<const Policy>() : std::span(&policy, 1),
-                                    own_scorers(), HostAttender(), DiskSource{{parent_}});
+    return std::make_shared<KvPool>(
+        backend_.make_queue(), plan, dense ? std::span<const Policy>() : std::span(&policy, 1),
+        own_scorers(), HostAttender(), DiskSource{{parent_}, DiskAccess::automatic, factory});
   }
   // The same plan with all rows in host memory.
   std::shared_ptr<KvPool> in_memory(KvPlan plan, const Policy& policy) {
@@ -513,107 +514,100 @@ class BrokenDisk : public testing::SimulatedDisk {
   std::set<std::uint64_t> failing_;  // tags
 };
 
+// Three sessions on a disk that can lose a page, and their twins in memory.
+class LostPages : public DiskSessions {
+ protected:
+  void begin(const char* name) {
+    ones_.clear();
+    others_.clear();
+    policy_ = parse_policy(name);
+    broken_ = {};
+    const KvPlan plan = plan_of(kShape, policy_, DeviceTier::own, 0);
+    on_disk_ = pool(plan, policy_, [this](const SpillFile& file, const DiskLimits&, auto) {
+      return std::make_unique<BrokenDisk>(file.size() / kSectorBytes, broken_);
+    });
+    const auto twins = in_memory(plan, policy_);
+    for (int i = 0; i < 3; ++i) {
+      script_.prefill(ones_.emplace_back(on_disk_), 400);
+      script_.prefill(others_.emplace_back(twins), 400);
+    }
+  }
+  // Loses page 1 of the second session in layer 1, where policies of these tests may be dense.
+  void lose_page() {
+    on_disk_->disk()->wait_for_writes();
+    const DiskLayout& layout = on_disk_->disk()->layout();
+    const PageSlots page = on_disk_->tables().page(1, 1, on_disk_->set_of(1));
+    ASSERT_EQ(page.device, PageSlots::kNone) << "the page is not on disk";
+    broken_.first = layout.address(1, 0, page.host);
+    broken_.second = broken_.first + layout.page_bytes;
+  }
+
+  const Script script_{kShape, kContext, 5};
+  Policy policy_;
+  std::pair<std::uint64_t, std::uint64_t> broken_;  // bytes of the disk
+  std::shared_ptr<KvPool> on_disk_;
+  std::vector<KvSession> ones_;
+  std::vector<KvSession> others_;
+};
+
 // A page that cannot be read ends the session that has it, in dense layers, too.
-TEST_F(DiskSessions, UnreadablePageEndsOneSessionOfABatch) {
+TEST_F(LostPages, UnreadablePageEndsOneSessionOfABatch) {
   for (const char* const name : {"dense", "select=int4 prune=top_k(50) dense=1"}) {
     SCOPED_TRACE(name);
-    const Policy policy = parse_policy(name);
-    const auto policies = policy == Policy() ? std::span<const Policy>() : std::span(&policy, 1);
-    const KvPlan plan = plan_of(kShape, policy, DeviceTier::own, 0);
-    std::pair<std::uint64_t, std::uint64_t> broken;
-    const DiskFactory factory = [&](const SpillFile& file, const DiskLimits&, auto) {
-      return std::make_unique<BrokenDisk>(file.size() / kSectorBytes, broken);
-    };
-    const auto on_disk = std::make_shared<KvPool>(
-        backend_.make_queue(), plan, policies, own_scorers(), HostAttender(),
-        DiskSource{{parent_}, DiskAccess::automatic, factory});
-    const auto in_memory = this->in_memory(plan, policy);
-    const Script script(kShape, kContext, 5);
-    std::vector<KvSession> ones;
-    std::vector<KvSession> others;
-    for (int i = 0; i < 3; ++i) {
-      script.prefill(ones.emplace_back(on_disk), 400);
-      script.prefill(others.emplace_back(in_memory), 400);
-    }
-    on_disk->disk()->wait_for_writes();
-    // Page 1 of the second session, in the layer that is dense under both policies.
-    const DiskLayout& layout = on_disk->disk()->layout();
-    const PageSlots page = on_disk->tables().page(1, 1, on_disk->set_of(1));
-    ASSERT_EQ(page.device, PageSlots::kNone) << "the page is not on disk";
-    broken.first = layout.address(1, 0, page.host);
-    broken.second = broken.first + layout.page_bytes;
-    const std::vector<const Script*> scripts(3, &script);
-    KvSession* const now[] = {ones.data(), &ones[1], &ones[2]};
-    KvSession* const twins[] = {others.data(), &others[1], &others[2]};
+    begin(name);
+    lose_page();
+    if (HasFatalFailure()) return;
+    const std::vector<const Script*> scripts(3, &script_);
+    KvSession* const now[] = {ones_.data(), &ones_[1], &ones_[2]};
+    KvSession* const twins[] = {others_.data(), &others_[1], &others_[2]};
     std::vector<std::optional<Error>> outcomes;
     const auto actual = testing::step_together(now, scripts, outcomes);
     const auto expected = testing::step_together(twins, scripts);
     ASSERT_TRUE(outcomes[1].has_value());
     EXPECT_EQ(outcomes[1]->code(), ErrorCode::io);
-    EXPECT_TRUE(ones[1].in_step());
+    EXPECT_TRUE(ones_[1].in_step());
     for (const std::size_t i : {0, 2}) {
       EXPECT_FALSE(outcomes[i].has_value());
       testing::expect_same(actual[i], expected[i], 2e-5f);
     }
     // The others go on.
-    KvSession* const left[] = {ones.data(), &ones[2]};
+    KvSession* const left[] = {ones_.data(), &ones_[2]};
     EXPECT_NO_THROW(testing::step_together(left, std::span(scripts).first(2)));
   }
 }
 
 // A step copies the page that it continues to the device. One that is lost ends its session alone.
-TEST_F(DiskSessions, APageThatASessionContinuesEndsItAlone) {
+TEST_F(LostPages, APageThatASessionContinuesEndsItAlone) {
   for (const char* const name : {"dense", "select=int4 prune=top_k(50)"}) {
     SCOPED_TRACE(name);
-    const Policy policy = parse_policy(name);
-    const auto policies = policy == Policy() ? std::span<const Policy>() : std::span(&policy, 1);
-    const KvPlan plan = plan_of(kShape, policy, DeviceTier::own, 0);
-    std::pair<std::uint64_t, std::uint64_t> broken;
-    const DiskFactory factory = [&](const SpillFile& file, const DiskLimits&, auto) {
-      return std::make_unique<BrokenDisk>(file.size() / kSectorBytes, broken);
-    };
-    const auto on_disk = std::make_shared<KvPool>(
-        backend_.make_queue(), plan, policies, own_scorers(), HostAttender(),
-        DiskSource{{parent_}, DiskAccess::automatic, factory});
-    const auto in_memory = this->in_memory(plan, policy);
-    const Script script(kShape, kContext, 5);
-    std::vector<KvSession> ones;
-    std::vector<KvSession> others;
-    for (int i = 0; i < 3; ++i) {
-      script.prefill(ones.emplace_back(on_disk), 400);
-      script.prefill(others.emplace_back(in_memory), 400);
-    }
+    begin(name);
     // The second session goes on inside page 1, in which its sequence's rows lie on disk.
-    ones[1].truncate(200);
-    on_disk->disk()->wait_for_writes();
-    const DiskLayout& layout = on_disk->disk()->layout();
-    const PageSlots page = on_disk->tables().page(1, 1, on_disk->set_of(1));
-    ASSERT_EQ(page.device, PageSlots::kNone) << "the page is not on disk";
-    broken.first = layout.address(1, 0, page.host);
-    broken.second = broken.first + layout.page_bytes;
-    const std::vector<const Script*> scripts(3, &script);
-    KvSession* const now[] = {ones.data(), &ones[1], &ones[2]};
+    ones_[1].truncate(200);
+    lose_page();
+    if (HasFatalFailure()) return;
+    const std::vector<const Script*> scripts(3, &script_);
+    KvSession* const now[] = {ones_.data(), &ones_[1], &ones_[2]};
     std::vector<std::optional<Error>> outcomes;
     const auto actual = testing::step_readable(now, scripts, outcomes);
     ASSERT_TRUE(outcomes[1].has_value());
     EXPECT_EQ(outcomes[1]->code(), ErrorCode::io);
-    EXPECT_TRUE(ones[1].in_step());
-    EXPECT_THROW(ones[1].require_outside_step(), Error);
+    EXPECT_TRUE(ones_[1].in_step());
+    EXPECT_THROW(ones_[1].require_outside_step(), Error);
     // The others answer as if they were alone, and go on.
     const std::size_t living[] = {0, 2};
     for (const std::size_t i : living) {
       EXPECT_FALSE(outcomes[i].has_value());
-      testing::expect_same(actual[i], script.step(others[i], Phase::decode, 1), 2e-5f);
+      testing::expect_same(actual[i], script_.step(others_[i], Phase::decode, 1), 2e-5f);
     }
-    KvSession* const left[] = {ones.data(), &ones[2]};
+    KvSession* const left[] = {ones_.data(), &ones_[2]};
     for (int step = 0; step < 60; ++step) {
       const auto more = testing::step_together(left, std::span(scripts).first(2));
       for (std::size_t i = 0; i < 2; ++i) {
-        testing::expect_same(more[i], script.step(others[living[i]], Phase::decode, 1), 2e-5f);
+        testing::expect_same(more[i], script_.step(others_[living[i]], Phase::decode, 1), 2e-5f);
       }
     }
     // It has no step to take any more.
-    KvSession* const only[] = {&ones[1]};
+    KvSession* const only[] = {&ones_[1]};
     EXPECT_THROW(testing::step_readable(only, std::span(scripts).first(1), outcomes), Error);
   }
 }
