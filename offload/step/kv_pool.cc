@@ -333,8 +333,8 @@ std::vector<std::int32_t> KvPool::write(std::int32_t sequence, std::int64_t firs
   return writing.begun;
 }
 
-void KvPool::attach(std::int32_t sequence, std::int64_t pages, std::shared_ptr<PageFile> file,
-                    Ledger& ledger) {
+void KvPool::attach(std::int32_t sequence, std::int64_t pages,
+                    const std::shared_ptr<PageFile>& file, Ledger& ledger) {
   check(attaches(), "a pool that attaches no pages");
   kept_rows_ = true;
   settle();
@@ -349,7 +349,7 @@ void KvPool::attach(std::int32_t sequence, std::int64_t pages, std::shared_ptr<P
   for (std::int64_t page = 0; page < pages; ++page) {
     blocks.push_back(tables_.page(sequence, page).host);
   }
-  disk_->attach(std::move(file), blocks);
+  disk_->attach(file, blocks);
   for (int layer = 0; layer < plan_.shape.layers; ++layer) {
     const int set = set_of(layer);
     for (std::int64_t page = 0; page < pages; ++page) {

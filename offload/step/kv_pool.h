@@ -116,7 +116,7 @@ class KvPool {
   // Gives an empty sequence the `pages` pages of a file, which are read when they are wanted; those
   // that are resident, now. The caller sets their index. Throws what write() throws, and Error{io}
   // or Error{corrupt}; then the sequence can only be closed.
-  void attach(std::int32_t sequence, std::int64_t pages, std::shared_ptr<PageFile> file,
+  void attach(std::int32_t sequence, std::int64_t pages, const std::shared_ptr<PageFile>& file,
               Ledger& ledger);
 
   // Returns true if the sequence kept its rows when the latest of these threw; false if it had a

@@ -240,14 +240,14 @@ std::vector<RowSpan> KvSession::page_rows(int layer, std::int64_t page) {
   return pool_->page_rows(layer, sequence_, page, page_tokens(page));
 }
 
-void KvSession::attach(std::int64_t pages, std::shared_ptr<PageFile> file) {
+void KvSession::attach(std::int64_t pages, const std::shared_ptr<PageFile>& file) {
   check(length_ == 0, "pages attached to a session that has tokens");
   require_step(pages * kPageTokens);
   step_ = {0, pages * kPageTokens};
   in_step_ = true;
   ledger_.begin_step(Phase::prefill, 0);
   pool_->forget_sums(sequence_);
-  pool_->attach(sequence_, pages, std::move(file), ledger_);
+  pool_->attach(sequence_, pages, file, ledger_);
   length_ = step_.end();
   set_ends();
   in_step_ = false;

@@ -65,7 +65,7 @@ class KvSession {
 
   // Gives an empty session tokens whose rows are whole pages of a file; see KvPool::attach(). The
   // ledger counts what is read, but no tokens. After an error the session cannot go on.
-  void attach(std::int64_t pages, std::shared_ptr<PageFile> file);
+  void attach(std::int64_t pages, const std::shared_ptr<PageFile>& file);
 
   // Sets the policy from the next step on. Throws Error{usage} for a policy that was not planned.
   void use(const Policy& policy);
