@@ -282,7 +282,7 @@ GenerateResult generate(const Engine& engine, Session& session, std::span<const 
   if (prompt.empty()) throw Error(ErrorCode::prompt, "the prompt is empty; give some text");
   require_room(session, prompt.size(), options.sampling.max_tokens);
   if (options.drafter != nullptr) session.draft_room();  // throws if drafts were not planned for
-  const auto interrupted = [&] { return options.interrupt != nullptr && *options.interrupt; };
+  const auto interrupted = [&] { return options.interrupt && options.interrupt(); };
 
   GenerateResult result;
   const Sampler sampler(options.sampling);
@@ -299,7 +299,7 @@ GenerateResult generate(const Engine& engine, Session& session, std::span<const 
     return (!options.on_prefill || options.on_prefill(done, of)) && !interrupted();
   };
   const std::optional<TokenId> first =
-      first_token(own, prompt, draw, answer.penalized(), progress, interrupted);
+      first_token(own, prompt, draw, answer.penalized(), progress, options.interrupt);
   timings.prefill_seconds = total.seconds();
   if (!first) {
     result.reason = FinishReason::interrupted;

@@ -152,7 +152,7 @@ class Talk {
     std::optional<ProgressBar> bar("prefill");
     GenerateOptions options;
     options.sampling = flags_->generation.sampling;
-    options.interrupt = &interrupted();
+    options.interrupt = [] { return interrupted().load(); };
     speculation_->use(options);
     options.on_prefill = [&](std::int64_t done, std::int64_t total) {
       if (total > kBarTokens && done < total) {

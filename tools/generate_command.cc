@@ -208,7 +208,7 @@ GenerateResult run_model(const GenerateFlags& flags, const Engine& engine, Sessi
   options.ignore_eos = flags.ignore_eos;
   options.constraint = constraint;
   speculation.use(options);
-  options.interrupt = &interrupted();
+  options.interrupt = [] { return interrupted().load(); };
   options.on_prefill = [&](std::int64_t done, std::int64_t total) {
     bar->update(static_cast<double>(done) / static_cast<double>(total),
                 std::to_string(done) + " of " + std::to_string(total) + " tokens");

@@ -87,7 +87,7 @@ LogitRules rules_of(const sluice_request& from, const std::shared_ptr<MaskUse>& 
   return to;
 }
 
-Request request_of(const Engine& engine, const sluice_request& from,
+Request request_of(const EngineObject& engine, const sluice_request& from,
                    const std::shared_ptr<MaskUse>& use) {
   Request to;
   to.prompt = copy(from.prompt, from.prompt_count, "prompt");
@@ -96,13 +96,14 @@ Request request_of(const Engine& engine, const sluice_request& from,
   to.end_tokens = copy(from.end_tokens, from.end_token_count, "end_tokens");
   to.ignore_eos = from.ignore_eos != 0;
   if (from.choices != 0) to.choices = from.choices;
-  if (from.policy != nullptr) to.policy = engine.policy(from.policy);
+  if (from.policy != nullptr) to.policy = engine.engine.policy(from.policy);
   to.priority = from.priority;
   to.waits = from.no_wait == 0;
   if (from.timeout_ms != 0) {
     to.deadline = std::chrono::steady_clock::now() + milliseconds(from.timeout_ms, "timeout_ms");
   }
   if (from.logprobs != 0) to.logprobs = 0;
+  to.constraint = constraint_of(from.constraint, engine);
   return to;
 }
 
@@ -169,7 +170,7 @@ sluice_code sluice_batcher_submit(sluice_batcher* batcher, const sluice_request*
     const auto object = find<BatcherObject>(batcher);
     need(stream, "stream");
     auto use = std::make_shared<MaskUse>();
-    sluice::Request made = request_of(object->engine->engine, read(request, "request"), use);
+    sluice::Request made = request_of(*object->engine, read(request, "request"), use);
     const bool has_logprobs = made.logprobs.has_value();
     auto streaming =
         std::make_shared<StreamObject>(object->batcher.submit(std::move(made)), use, has_logprobs);

@@ -12,6 +12,7 @@
 #include "bindings/c/handles.h"
 #include "bindings/c/sluice.h"
 #include "sluice/chat.h"
+#include "sluice/constraint.h"
 #include "sluice/engine.h"
 #include "sluice/sampling.h"
 
@@ -22,7 +23,9 @@ struct EngineObject {
   Engine engine;
   std::filesystem::path model;
   std::mutex mutex;
-  std::optional<ChatFormat> format;  // loaded when it is asked for; under the mutex
+  // Made when they are asked for; under the mutex.
+  std::optional<ChatFormat> format;
+  std::optional<Constraints> constraints;
 };
 
 struct SessionObject {
@@ -40,6 +43,16 @@ struct CancelObject {
   static constexpr Kind kKind{"sluice_cancel"};
   std::atomic<bool> is_set = false;
 };
+
+struct ConstraintObject {
+  static constexpr Kind kKind{"sluice_constraint"};
+  std::shared_ptr<EngineObject> engine;
+  Constraint constraint;
+};
+
+// The constraint of an answer of `engine`; none for NULL. Throws Error{usage} for one of another
+// engine.
+std::optional<Constraint> constraint_of(sluice_constraint* handle, const EngineObject& engine);
 
 // The policies of a session, a batcher or a cache; `parse` gives one by its text.
 template <typename Parse>

@@ -37,32 +37,37 @@ Progress progress_of(sluice_progress_callback callback, void* user) {
   return [=](std::int64_t done, std::int64_t total) { return callback(user, done, total) == 0; };
 }
 
-// The options of a generate call. `stop` is set once a callback or `cancel`, which may be null,
-// ends it; a caller's cancel is not set, because other calls may share it.
-GenerateOptions generate_options(const sluice_generate_options& from, const CancelObject* cancel,
-                                 std::atomic<bool>& stop) {
+// Looks at a cancel while the call that it belongs to runs; never stops if there is none.
+Stop stop_of(std::shared_ptr<CancelObject> cancel) {
+  if (cancel == nullptr) return {};
+  return [cancel = std::move(cancel)] { return cancel->is_set.load(); };
+}
+
+std::shared_ptr<CancelObject> cancel_of(sluice_cancel* handle) {
+  return handle != nullptr ? find<CancelObject>(handle) : nullptr;
+}
+
+// The options of a generate call, which ends once `cancel`, which may be null, is set, or a
+// callback sets `has_ended`.
+GenerateOptions generate_options(const sluice_generate_options& from,
+                                 const std::shared_ptr<CancelObject>& cancel, bool& has_ended) {
   GenerateOptions options;
   options.sampling = sampling_params(from.sampling);
   options.end_tokens = copy(from.end_tokens, from.end_token_count, "end_tokens");
   options.ignore_eos = from.ignore_eos != 0;
   options.history = copy(from.history, from.history_count, "history");
-  options.interrupt = &stop;
-  void* const user = from.user;
-  options.on_prefill = [cancel, user, callback = from.on_progress](std::int64_t done,
-                                                                   std::int64_t total) {
-    const bool goes_on = callback == nullptr || callback(user, done, total) == 0;
-    return goes_on && (cancel == nullptr || !cancel->is_set);
-  };
-  if (cancel != nullptr) {
-    options.on_decode = [cancel, &stop](const Session&) {
-      if (cancel->is_set) stop = true;
+  options.on_prefill = progress_of(from.on_progress, from.user);
+  if (from.on_text != nullptr) {
+    options.on_text = [&has_ended, user = from.user,
+                       callback = from.on_text](std::string_view text) {
+      if (has_ended) return;
+      const std::string whole(text);  // with a NUL, for callers who print it
+      has_ended = callback(user, whole.c_str(), whole.size()) != 0;
     };
   }
-  if (from.on_text != nullptr) {
-    options.on_text = [&stop, user, callback = from.on_text](std::string_view text) {
-      if (stop) return;
-      const std::string whole(text);  // with a NUL, for callers who print it
-      if (callback(user, whole.c_str(), whole.size()) != 0) stop = true;
+  if (cancel != nullptr || from.on_text != nullptr) {
+    options.interrupt = [&has_ended, cancel] {
+      return has_ended || (cancel != nullptr && cancel->is_set);
     };
   }
   return options;
@@ -139,13 +144,14 @@ sluice_code sluice_session_free(sluice_session* session) {
 }
 
 sluice_code sluice_session_prefill(sluice_session* session, const int32_t* tokens, size_t count,
-                                   sluice_progress_callback on_progress, void* user, float* logits,
-                                   size_t capacity) {
+                                   sluice_progress_callback on_progress, void* user,
+                                   sluice_cancel* cancel, float* logits, size_t capacity) {
   return call([&] {
     UsedSession used(session);
     require_floats(logits, capacity, used.vocabulary());
-    const auto row = used->prefill(array(tokens, count, "tokens"), progress_of(on_progress, user));
-    if (row.empty()) throw Ending{SLUICE_STOPPED, "the callback stopped the prompt"};
+    const auto row = used->prefill(array(tokens, count, "tokens"), progress_of(on_progress, user),
+                                   stop_of(cancel_of(cancel)));
+    if (row.empty()) throw Ending{SLUICE_STOPPED, "the callback or `cancel` stopped the prompt"};
     if (logits != nullptr) std::copy(row.begin(), row.end(), logits);
   });
 }
@@ -238,9 +244,9 @@ sluice_code sluice_generate(sluice_session* session, const int32_t* prompt, size
     UsedSession used(session);
     const sluice_generate_options from = read(options, "options");
     if (result != nullptr) require_struct(result, "result");
-    const auto cancel = from.cancel != nullptr ? find<CancelObject>(from.cancel) : nullptr;
-    std::atomic<bool> stop = false;
-    sluice::GenerateOptions generating = generate_options(from, cancel.get(), stop);
+    bool has_ended = false;
+    sluice::GenerateOptions generating = generate_options(from, cancel_of(from.cancel), has_ended);
+    generating.constraint = constraint_of(from.constraint, *used.object().engine);
     sluice::LookupDrafter lookup;
     if (from.lookup_drafts != 0) {
       generating.drafter = &lookup;

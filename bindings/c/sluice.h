@@ -69,6 +69,7 @@ enum {
 typedef struct sluice_engine sluice_engine;
 typedef struct sluice_session sluice_session;
 typedef struct sluice_cancel sluice_cancel;
+typedef struct sluice_constraint sluice_constraint;
 typedef struct sluice_batcher sluice_batcher;
 typedef struct sluice_stream sluice_stream;
 typedef struct sluice_kv_cache sluice_kv_cache;
@@ -211,10 +212,12 @@ SLUICE_API sluice_code sluice_session_sibling(sluice_session* session, sluice_se
 SLUICE_API sluice_code sluice_session_free(sluice_session* session);
 
 // Appends a prompt. `logits`, if not NULL, gets the `vocabulary` logits after its last token;
-// `capacity` counts floats. SLUICE_STOPPED: `on_progress` stopped it, and `logits` is unchanged.
+// `capacity` counts floats. SLUICE_STOPPED: `on_progress` stopped it after a step, or `cancel`,
+// which may be NULL, within one, which is then undone; `logits` is unchanged.
 SLUICE_API sluice_code sluice_session_prefill(sluice_session* session, const int32_t* tokens,
                                               size_t count, sluice_progress_callback on_progress,
-                                              void* user, float* logits, size_t capacity);
+                                              void* user, sluice_cancel* cancel, float* logits,
+                                              size_t capacity);
 // Appends a token.
 SLUICE_API sluice_code sluice_session_decode(sluice_session* session, int32_t token, float* logits,
                                              size_t capacity);
@@ -238,6 +241,23 @@ SLUICE_API sluice_code sluice_session_ledger_json(sluice_session* session, char*
 SLUICE_API sluice_code sluice_engine_step(sluice_engine* engine, sluice_session* const* sessions,
                                           const int32_t* tokens, size_t count, float* logits,
                                           size_t capacity, sluice_code* codes);
+
+// ---- Constraints ----
+
+typedef int32_t sluice_constraint_kind;
+enum {
+  SLUICE_JSON_OBJECT = 0,  // any; without a text
+  SLUICE_JSON_SCHEMA = 1,
+  SLUICE_REGEX = 2,
+  SLUICE_GRAMMAR = 3  // as llama.cpp reads it
+};
+
+// Compiles what the text of an answer has to be, see sluice::Constraints. Any number of answers of
+// this engine may use it at a time.
+SLUICE_API sluice_code sluice_constraint_create(sluice_engine* engine, sluice_constraint_kind kind,
+                                                const char* text, size_t bytes,
+                                                sluice_constraint** constraint);
+SLUICE_API sluice_code sluice_constraint_free(sluice_constraint* constraint);
 
 // ---- Generate ----
 
@@ -273,6 +293,7 @@ typedef struct sluice_generate_options {
   // Most tokens of a step that are guessed from the context, 0 to 63; the text stays the same. The
   // session needs a decode_batch of one more.
   int32_t lookup_drafts;
+  sluice_constraint* constraint;  // NULL: none. Neither with ignore_eos nor with lookup_drafts
 } sluice_generate_options;
 
 typedef struct sluice_generate_result {
@@ -343,6 +364,7 @@ typedef struct sluice_request {
   int32_t logprobs;           // not 0: pieces have the tokens' log probabilities
   sluice_mask_callback mask;  // with its user pointer valid until the stream has ended or is freed
   void* mask_user;
+  sluice_constraint* constraint;  // NULL: none. Not with ignore_eos
 } sluice_request;
 
 typedef int32_t sluice_stream_state;

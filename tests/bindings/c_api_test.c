@@ -6,6 +6,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #include "c_test.h"
 
@@ -68,8 +69,8 @@ static void decode_greedily(sluice_engine* engine, int32_t* answer) {
   const tokens prompt = prompt_of(engine);
   float* logits = memory_for(vocabulary, sizeof *logits);
   sluice_session* session = open_session(engine);
-  EXPECT_OK(
-      sluice_session_prefill(session, prompt.ids, prompt.count, NULL, NULL, logits, vocabulary));
+  EXPECT_OK(sluice_session_prefill(session, prompt.ids, prompt.count, NULL, NULL, NULL, logits,
+                                   vocabulary));
   for (int i = 0; i < kAnswer; ++i) {
     answer[i] = likeliest(logits, vocabulary);
     EXPECT_OK(sluice_session_decode(session, answer[i], logits, vocabulary));
@@ -243,7 +244,7 @@ static void test_buffers(void) {
   sluice_session* session = open_session(engine);
   float* logits = memory_for(vocabulary, sizeof *logits);
   EXPECT(SLUICE_TOO_SMALL, sluice_session_prefill(session, prompt.ids, prompt.count, NULL, NULL,
-                                                  logits, vocabulary - 1));
+                                                  NULL, logits, vocabulary - 1));
   int64_t length = 0;
   EXPECT_OK(sluice_session_length(session, &length));
   CHECK(length == 0);  // refused before anything was computed
@@ -331,8 +332,9 @@ static void test_sessions(void) {
   EXPECT_OK(sluice_session_truncate(session, 0));
   for (size_t i = 0; i + 1 < prompt.count; ++i) {
     const sluice_code code =
-        i == 0 ? sluice_session_prefill(session, prompt.ids, 1, NULL, NULL, logits, vocabulary)
-               : sluice_session_decode(session, prompt.ids[i], logits, vocabulary);
+        i == 0
+            ? sluice_session_prefill(session, prompt.ids, 1, NULL, NULL, NULL, logits, vocabulary)
+            : sluice_session_decode(session, prompt.ids[i], logits, vocabulary);
     EXPECT_OK(code);
     double sum = 0.0;
     for (size_t id = 0; id < vocabulary; ++id) sum += exp((double)logits[id]);
@@ -353,12 +355,13 @@ static void test_sessions(void) {
   EXPECT(SLUICE_USAGE, sluice_session_truncate(session, 100000));
   EXPECT(SLUICE_PROMPT, sluice_session_decode(session, -1, logits, vocabulary));
   EXPECT(SLUICE_PROMPT, sluice_session_decode(session, (int32_t)vocabulary, logits, vocabulary));
-  EXPECT(SLUICE_PROMPT, sluice_session_prefill(session, prompt.ids, 0, NULL, NULL, NULL, 0));
-  EXPECT(SLUICE_USAGE, sluice_session_prefill(session, NULL, 3, NULL, NULL, NULL, 0));
-  EXPECT(SLUICE_USAGE, sluice_session_prefill(session, prompt.ids, SIZE_MAX, NULL, NULL, NULL, 0));
+  EXPECT(SLUICE_PROMPT, sluice_session_prefill(session, prompt.ids, 0, NULL, NULL, NULL, NULL, 0));
+  EXPECT(SLUICE_USAGE, sluice_session_prefill(session, NULL, 3, NULL, NULL, NULL, NULL, 0));
+  EXPECT(SLUICE_USAGE,
+         sluice_session_prefill(session, prompt.ids, SIZE_MAX, NULL, NULL, NULL, NULL, 0));
   int calls = 0;
   EXPECT(SLUICE_STOPPED, sluice_session_prefill(session, prompt.ids, prompt.count, stop_at_once,
-                                                &calls, logits, vocabulary));
+                                                &calls, NULL, logits, vocabulary));
   CHECK(calls == 1);
   size_t bytes = 0;
   EXPECT(SLUICE_TOO_SMALL, sluice_session_ledger_json(session, NULL, 0, &bytes));
@@ -376,7 +379,7 @@ static void test_steps(void) {
   const size_t vocabulary = vocabulary_of(engine);
   const tokens prompt = prompt_of(engine);
   sluice_session* both[2] = {open_session(engine), NULL};
-  EXPECT_OK(sluice_session_prefill(both[0], prompt.ids, prompt.count, NULL, NULL, NULL, 0));
+  EXPECT_OK(sluice_session_prefill(both[0], prompt.ids, prompt.count, NULL, NULL, NULL, NULL, 0));
   EXPECT(SLUICE_USAGE, sluice_session_fork(both[0], NULL));
   EXPECT_OK(sluice_session_fork(both[0], &both[1]));
   const int32_t next[2] = {prompt.ids[1], prompt.ids[1]};
@@ -538,6 +541,154 @@ static size_t read_all(sluice_stream* stream, int32_t* answer, sluice_finish* fi
     }
     if (piece.finish != SLUICE_NOT_FINISHED) *finish = piece.finish;
   }
+}
+
+// The text of an answer to the prompt under a constraint.
+static void constrained_text(sluice_session* session, tokens prompt, sluice_constraint* constraint,
+                             char* text, size_t capacity) {
+  heard all = {.bytes = 0};
+  sluice_sampling sampling = {.size = sizeof sampling, .max_tokens = 64};
+  sluice_generate_options options = {.size = sizeof options,
+                                     .sampling = &sampling,
+                                     .on_text = hear,
+                                     .user = &all,
+                                     .constraint = constraint};
+  sluice_generate_result result = {.size = sizeof result};
+  EXPECT_OK(sluice_session_truncate(session, 0));
+  EXPECT_OK(sluice_generate(session, prompt.ids, prompt.count, &options, NULL, 0, &result));
+  CHECK(result.finish == SLUICE_END_OF_TEXT && all.bytes < capacity);
+  memcpy(text, all.text, all.bytes + 1);
+}
+
+static sluice_constraint* compiled(sluice_engine* engine, sluice_constraint_kind kind,
+                                   const char* text) {
+  sluice_constraint* constraint = NULL;
+  EXPECT_OK(sluice_constraint_create(engine, kind, text, strlen(text), &constraint));
+  return constraint;
+}
+
+static void test_constraint(void) {
+  sluice_engine* engine = open_engine();
+  const tokens prompt = prompt_of(engine);
+  sluice_session* session = open_session(engine);
+  static const struct {
+    sluice_constraint_kind kind;
+    const char* text;
+    const char* answer;
+  } cases[] = {
+      {SLUICE_REGEX, "(war|peace) and (war|peace)", " and "},
+      {SLUICE_JSON_SCHEMA, "{\"enum\": [\"war\", \"peace\"]}", "\""},
+      {SLUICE_GRAMMAR, "root ::= \"a\" [xyz] \"b\"", "a"},
+  };
+  char text[1024];
+  for (size_t i = 0; i < sizeof cases / sizeof cases[0]; ++i) {
+    sluice_constraint* constraint = compiled(engine, cases[i].kind, cases[i].text);
+    constrained_text(session, prompt, constraint, text, sizeof text);
+    CHECK(strstr(text, cases[i].answer) != NULL);
+    EXPECT_OK(sluice_constraint_free(constraint));
+    EXPECT(SLUICE_USAGE, sluice_constraint_free(constraint));
+  }
+
+  // The same through the batcher, which keeps a constraint whose handle was freed.
+  sluice_constraint* constraint = compiled(engine, SLUICE_REGEX, "[0-9]{3}");
+  sluice_sampling sampling = {.size = sizeof sampling, .max_tokens = 16};
+  sluice_request request = {.size = sizeof request,
+                            .prompt = prompt.ids,
+                            .prompt_count = prompt.count,
+                            .sampling = &sampling,
+                            .constraint = constraint};
+  sluice_batcher* batcher = open_batcher(engine);
+  sluice_stream* stream = NULL;
+  EXPECT_OK(sluice_batcher_submit(batcher, &request, &stream));
+  EXPECT_OK(sluice_constraint_free(constraint));
+  int32_t answer[16];
+  sluice_finish finish = SLUICE_NOT_FINISHED;
+  const size_t count = read_all(stream, answer, &finish);
+  EXPECT_OK(sluice_decode(engine, answer, count, 0, text, sizeof text, NULL));
+  CHECK(finish == SLUICE_END_OF_TEXT && strlen(text) == 3 && strspn(text, "0123456789") == 3);
+  EXPECT_OK(sluice_stream_free(stream));
+  EXPECT(SLUICE_USAGE, sluice_batcher_submit(batcher, &request, &stream));  // freed
+  EXPECT_OK(sluice_batcher_free(batcher));
+
+  // Refused: what is none, and one of another engine.
+  constraint = NULL;
+  const char* const regex = "(";
+  EXPECT(SLUICE_USAGE, sluice_constraint_create(engine, SLUICE_REGEX, regex, 1, &constraint));
+  EXPECT(SLUICE_USAGE, sluice_constraint_create(engine, SLUICE_REGEX, NULL, 1, &constraint));
+  EXPECT(SLUICE_USAGE, sluice_constraint_create(engine, SLUICE_REGEX, regex, 1, NULL));
+  EXPECT(SLUICE_USAGE, sluice_constraint_create(engine, SLUICE_JSON_OBJECT, regex, 1, &constraint));
+  EXPECT(SLUICE_USAGE, sluice_constraint_create(engine, 17, regex, 1, &constraint));
+  EXPECT(SLUICE_USAGE, sluice_constraint_create(NULL, SLUICE_REGEX, regex, 1, &constraint));
+  CHECK(constraint == NULL);
+  sluice_engine* other = open_engine();
+  constraint = compiled(other, SLUICE_JSON_OBJECT, "");
+  sluice_generate_options options = {
+      .size = sizeof options, .sampling = &sampling, .constraint = constraint};
+  EXPECT(SLUICE_USAGE, sluice_generate(session, prompt.ids, 1, &options, NULL, 0, NULL));
+  EXPECT_OK(sluice_constraint_free(constraint));
+  EXPECT_OK(sluice_engine_free(other));
+  EXPECT_OK(sluice_session_free(session));
+  EXPECT_OK(sluice_engine_free(engine));
+}
+
+// A thread that sets a cancel once the prompt is under way.
+typedef struct canceller {
+  sluice_cancel* cancel;
+  double seconds;
+} canceller;
+
+static double seconds_now(void) {
+  struct timespec now;
+  timespec_get(&now, TIME_UTC);
+  return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
+static void* cancel_later(void* user) {
+  const canceller* all = user;
+  const double end = seconds_now() + all->seconds;
+  while (seconds_now() < end) {
+  }
+  EXPECT_OK(sluice_cancel_set(all->cancel));
+  return NULL;
+}
+
+// A cancel ends a prompt within its only step, which leaves nothing behind.
+static void test_cancel(void) {
+  enum { kCount = 3000 };
+  const sluice_engine_options engine_options = {
+      .size = sizeof engine_options, .model = model, .threads = 1, .chunk = kCount};
+  sluice_engine* engine = NULL;
+  EXPECT_OK(sluice_engine_open(&engine_options, &engine));
+  const sluice_session_options session_options = {.size = sizeof session_options,
+                                                  .context = kCount};
+  sluice_session* session = NULL;
+  EXPECT_OK(sluice_session_open(engine, &session_options, &session));
+  int32_t* prompt = memory_for(kCount, sizeof *prompt);
+  for (int i = 0; i < kCount; ++i) prompt[i] = i;
+  sluice_cancel* cancel = NULL;
+  EXPECT_OK(sluice_cancel_create(&cancel));
+
+  const double begin = seconds_now();
+  EXPECT_OK(sluice_session_prefill(session, prompt, kCount, NULL, NULL, cancel, NULL, 0));
+  const double whole = seconds_now() - begin;
+  EXPECT_OK(sluice_session_truncate(session, 0));
+  canceller later = {.cancel = cancel, .seconds = whole / 8};
+  pthread_t thread;
+  CHECK(pthread_create(&thread, NULL, cancel_later, &later) == 0);
+  const double again = seconds_now();
+  EXPECT(SLUICE_STOPPED,
+         sluice_session_prefill(session, prompt, kCount, NULL, NULL, cancel, NULL, 0));
+  CHECK(seconds_now() - again < 0.8 * whole);
+  CHECK(pthread_join(thread, NULL) == 0);
+  int64_t length = -1;
+  EXPECT_OK(sluice_session_length(session, &length));
+  CHECK(length == 0);
+  EXPECT_OK(sluice_cancel_free(cancel));
+  EXPECT(SLUICE_USAGE, sluice_session_prefill(session, prompt, 1, NULL, NULL, cancel, NULL, 0));
+  EXPECT_OK(sluice_session_prefill(session, prompt, 8, NULL, NULL, NULL, NULL, 0));
+  free(prompt);
+  EXPECT_OK(sluice_session_free(session));
+  EXPECT_OK(sluice_engine_free(engine));
 }
 
 static void test_batcher(void) {
@@ -702,7 +853,7 @@ static void test_order(void) {
   sluice_stream* stream = NULL;
   EXPECT_OK(sluice_batcher_submit(batcher, &request, &stream));
   EXPECT_OK(sluice_engine_free(engine));
-  EXPECT_OK(sluice_session_prefill(session, prompt.ids, prompt.count, NULL, NULL, NULL, 0));
+  EXPECT_OK(sluice_session_prefill(session, prompt.ids, prompt.count, NULL, NULL, NULL, NULL, 0));
   EXPECT_OK(sluice_batcher_free(batcher));
   sluice_piece piece = {.size = sizeof piece};
   sluice_code code = SLUICE_OK;
@@ -738,7 +889,7 @@ static int wait_inside(void* user, int64_t done, int64_t total) {
 static void* prefill_slowly(void* user) {
   waiting* all = user;
   EXPECT_OK(sluice_session_prefill(all->session, all->prompt.ids, all->prompt.count, wait_inside,
-                                   all, NULL, 0));
+                                   all, NULL, NULL, 0));
   return NULL;
 }
 
@@ -772,12 +923,14 @@ typedef struct subject {
 } subject;
 
 int main(int argc, char** argv) {
-  const subject subjects[] = {
-      {"handles", test_handles},     {"structs", test_structs},   {"buffers", test_buffers},
-      {"text", test_text},           {"sessions", test_sessions}, {"steps", test_steps},
-      {"generate", test_generate},   {"batcher", test_batcher},   {"mask", test_mask},
-      {"order", test_order},         {"threads", test_threads},   {"kv_cache", test_kv_cache},
-      {"kv_misuse", test_kv_misuse}, {"chat", test_chat}};
+  const subject subjects[] = {{"handles", test_handles},     {"structs", test_structs},
+                              {"buffers", test_buffers},     {"text", test_text},
+                              {"sessions", test_sessions},   {"steps", test_steps},
+                              {"generate", test_generate},   {"constraint", test_constraint},
+                              {"cancel", test_cancel},       {"batcher", test_batcher},
+                              {"mask", test_mask},           {"order", test_order},
+                              {"threads", test_threads},     {"kv_cache", test_kv_cache},
+                              {"kv_misuse", test_kv_misuse}, {"chat", test_chat}};
   if (argc != 3) return 2;
   model = argv[1];
   for (size_t i = 0; i < sizeof subjects / sizeof subjects[0]; ++i) {

@@ -6,6 +6,7 @@
 import ast
 import asyncio
 import gc
+import json
 import math
 import re
 import subprocess
@@ -248,6 +249,40 @@ class Generating(Case):
         with self.assertRaises(sluice.PromptError):
             list(session.generate(TEXT, max_tokens=4096))
 
+    def test_constraints(self):
+        session = self.session()
+        digits = self.engine.constraint(regex="[0-9]{3}")
+        generation = session.generate(TEXT, constraint=digits)
+        self.assertRegex("".join(generation), "^[0-9]{3}$")
+        self.assertEqual(generation.finish_reason, "end_of_text")
+        colour = {"type": "object", "properties": {"colour": {"enum": ["red", "blue"]}},
+                  "required": ["colour"], "additionalProperties": False}  # fmt: skip
+        for schema in (colour, json.dumps(colour)):
+            session.truncate(0)
+            constraint = self.engine.constraint(json_schema=schema)
+            text = "".join(session.generate(TEXT, constraint=constraint))
+            self.assertIn(json.loads(text)["colour"], ("red", "blue"))
+        batcher = sluice.Batcher(self.engine, context=512)
+        grammar = self.engine.constraint(grammar='root ::= "yes" | "no"')
+        streams = [batcher.submit(self.prompt, constraint=grammar) for _ in range(2)]
+        for stream in streams:
+            self.assertIn("".join(piece.text for piece in stream), ("yes", "no"))
+        other = sluice.Engine(MODEL)
+        for kind, call in [
+            (sluice.UsageError, lambda: self.engine.constraint()),
+            (sluice.UsageError, lambda: self.engine.constraint(regex="a", json_object=True)),
+            (sluice.UsageError, lambda: self.engine.constraint(regex="(")),
+            (sluice.UnsupportedError, lambda: self.engine.constraint(json_schema={"not": {}})),
+            (TypeError, lambda: self.engine.constraint(json_schema=3j)),
+            (sluice.UsageError,
+             lambda: session.generate(TEXT, constraint=other.constraint(regex="a"))),
+            (sluice.UsageError, lambda: session.generate(TEXT, constraint=digits, ignore_eos=True)),
+            (sluice.UsageError, lambda: batcher.submit([1], constraint=digits, ignore_eos=True)),
+        ]:
+            with self.assertRaises(kind):
+                made = call()
+                list(made)
+
     def test_control_c_ends_it(self):
         # A process of its own interrupts itself while it reads.
         program = f"""
@@ -268,9 +303,14 @@ except KeyboardInterrupt:
         self.assertEqual(done.returncode, 0, done.stderr)
 
     def test_control_c_ends_a_prompt(self):
+        for chunk in (128, 32768):  # between its steps, and within one
+            with self.subTest(chunk=chunk):
+                self.end_a_prompt(chunk)
+
+    def end_a_prompt(self, chunk):
         program = f"""
 import os, signal, sluice, threading
-session = sluice.Engine({MODEL!r}, chunk=128).new_session(60000)
+session = sluice.Engine({MODEL!r}, chunk={chunk}).new_session(60000)
 tokens = session.engine.encode("war and peace " * 14000)[:50000]
 threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
 try:

@@ -180,7 +180,7 @@ TEST(Chat, WhatIsNotAnsweredWasNotAsked) {
     if (disturbed) {
       std::atomic<bool> interrupt = false;
       GenerateOptions options = at_most(5);
-      options.interrupt = &interrupt;
+      options.interrupt = [&] { return interrupt.load(); };
       options.on_prefill = [&](std::int64_t done, std::int64_t) {
         interrupt = done >= 64;
         return true;
@@ -236,7 +236,7 @@ TEST(Chat, AnInterruptedAnswerIsClosedAndTheTalkGoesOn) {
   Chat chat(engine, engine.new_session(1000), format_of(checkpoint, engine));
   std::atomic<bool> interrupt = false;
   GenerateOptions options = at_most(50);
-  options.interrupt = &interrupt;
+  options.interrupt = [&] { return interrupt.load(); };
   options.on_text = [&](std::string_view) { interrupt = true; };
   const GenerateResult result = chat.ask("Hello", options);
   EXPECT_EQ(result.reason, FinishReason::interrupted);

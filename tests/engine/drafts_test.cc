@@ -346,7 +346,7 @@ TEST_F(DraftedAnswers, GoOnWhereAnInterruptEndedThem) {
   const std::vector<TokenId> known = text();
   KnownText drafter(known, 1000);
   Session session = new_session();
-  options_.interrupt = &interrupt;
+  options_.interrupt = [&] { return interrupt.load(); };
   options_.on_decode = [&](const Session&) { interrupt = true; };
   const GenerateResult result = run(session, &drafter);
   EXPECT_EQ(result.reason, FinishReason::interrupted);

@@ -219,7 +219,7 @@ TEST_F(LongChunks, EndOnceAnotherThreadSaysSo) {
   std::atomic<bool> interrupt = false;
   GenerateOptions options;
   options.sampling.max_tokens = 5;
-  options.interrupt = &interrupt;
+  options.interrupt = [&] { return interrupt.load(); };
   const auto start = Clock::now();
   std::jthread other([&] {
     std::this_thread::sleep_for(std::chrono::duration<double>(whole / 10));

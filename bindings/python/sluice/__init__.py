@@ -15,6 +15,7 @@ import asyncio
 from ._sluice import (
     Batcher,
     CapError,
+    Constraint,
     CorruptError,
     Engine,
     Error,
@@ -40,6 +41,7 @@ from ._sluice import (
 __all__ = [
     "Batcher",
     "CapError",
+    "Constraint",
     "CorruptError",
     "Engine",
     "Error",

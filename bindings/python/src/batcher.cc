@@ -53,7 +53,8 @@ std::shared_ptr<PyStream> submit(
     const std::vector<std::string>& stop, Tokens end_tokens, bool ignore_eos, int choices,
     const std::optional<std::string>& policy, int priority, std::optional<double> timeout,
     bool waits, std::optional<int> logprobs, double presence_penalty, double frequency_penalty,
-    const std::vector<std::pair<TokenId, double>>& bias) {
+    const std::vector<std::pair<TokenId, double>>& bias,
+    const std::shared_ptr<PyConstraint>& constraint) {
   Request request;
   request.prompt = std::move(prompt);
   request.sampling =
@@ -75,6 +76,7 @@ std::shared_ptr<PyStream> submit(
   request.rules.presence_penalty = presence_penalty;
   request.rules.frequency_penalty = frequency_penalty;
   for (const auto& [token, value] : bias) request.rules.bias.push_back({token, value});
+  request.constraint = constraint_of(constraint, *self->engine);
   return make_owned<PyStream>(self, self->batcher.submit(std::move(request)));
 }
 
@@ -189,7 +191,8 @@ void bind_batcher(nb::module_& module) {
            nb::arg("priority") = 0, nb::arg("timeout") = nb::none(), nb::arg("waits") = true,
            nb::arg("logprobs") = nb::none(), nb::arg("presence_penalty") = 0.0,
            nb::arg("frequency_penalty") = 0.0,
-           nb::arg("bias") = std::vector<std::pair<TokenId, double>>(), Unlocked())
+           nb::arg("bias") = std::vector<std::pair<TokenId, double>>(),
+           nb::arg("constraint") = nb::none(), Unlocked())
       .def(
           "drain",
           [](PyBatcher& self, double seconds) {

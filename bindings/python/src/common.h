@@ -24,6 +24,7 @@
 
 #include "bindings/use.h"
 #include "sluice/chat.h"
+#include "sluice/constraint.h"
 #include "sluice/engine.h"
 #include "sluice/sampling.h"
 
@@ -53,7 +54,14 @@ struct PyEngine {
   Engine engine;
   std::filesystem::path model;
   std::mutex mutex;
-  std::optional<ChatFormat> format;  // loaded when it is asked for; under the mutex
+  // Made when they are asked for; under the mutex.
+  std::optional<ChatFormat> format;
+  std::optional<Constraints> constraints;
+};
+
+struct PyConstraint {
+  std::shared_ptr<PyEngine> engine;
+  Constraint constraint;
 };
 
 struct PySession {
@@ -88,6 +96,12 @@ std::vector<Policy> policies_of(const std::vector<std::string>& texts, const Par
   return all;
 }
 
+// The constraint of an answer of `engine`; none for null. Throws Error{usage} for one of another
+// engine.
+std::optional<Constraint> constraint_of(const std::shared_ptr<PyConstraint>& from,
+                                        const PyEngine& engine);
+
+void bind_constraint(nb::module_& module, nb::class_<PyEngine>& engine);
 void bind_generation(nb::module_& module);
 void bind_generate(nb::class_<PySession>& session);
 void bind_engine(nb::module_& module);

@@ -1,6 +1,7 @@
 // Engine and Session.
 #include <nanobind/stl/filesystem.h>
 
+#include <exception>
 #include <string_view>
 
 #include "bindings/python/src/common.h"
@@ -116,9 +117,25 @@ auto with(PySession& self, const auto& body) {
   return body();
 }
 
+// Ctrl-C ends a prompt within its chunk, and the session keeps the tokens that it had before.
 nb::object prefill(PySession& self, const Tokens& tokens, nb::handle progress) {
-  const auto logits =
-      with(self, [&] { return self.session.prefill(tokens, progress_of(progress)); });
+  std::exception_ptr signal;  // thrown from within a chunk it would end the session
+  const Stop is_signalled = [&] {
+    const nb::gil_scoped_acquire locked;
+    try {
+      check_signals();
+    } catch (...) {
+      signal = std::current_exception();
+    }
+    return signal != nullptr;
+  };
+  const auto logits = with(self, [&] {
+    const std::int64_t before = self.session.length();
+    const auto row = self.session.prefill(tokens, progress_of(progress), is_signalled);
+    if (signal == nullptr) return row;
+    self.session.truncate(before);
+    std::rethrow_exception(signal);
+  });
   return logits.empty() ? nb::none() : nb::cast(numpy_copy(logits));
 }
 
@@ -219,6 +236,7 @@ void bind_session(nb::module_& module) {
 void bind_engine(nb::module_& module) {
   nb::class_<PyEngine> engine(module, "Engine", "A checkpoint's model; sluice/engine.h says more.");
   bind_session(module);
+  bind_constraint(module, engine);
   engine
       .def(nb::new_(&open_engine), nb::arg("model"), nb::kw_only(), nb::arg("device") = "cpu",
            nb::arg("threads") = 0, nb::arg("chunk") = 0, nb::arg("kv_dtype") = "bf16",

@@ -25,8 +25,7 @@ class Generation {
              bool looks_up)
       : session_(std::move(session)), prompt_(std::move(prompt)), options_(std::move(options)) {
     if (looks_up) options_.drafter = &lookup_;
-    options_.interrupt = &stop_;
-    options_.on_prefill = [this](std::int64_t, std::int64_t) { return !stop_.load(); };
+    options_.interrupt = [this] { return stop_.load(); };
     options_.on_text = [this](std::string_view text) { put(text); };
     thread_ = std::thread([this] { run(); });
     std::unique_lock lock(mutex_);
@@ -142,7 +141,8 @@ std::shared_ptr<Generation> generate(const std::shared_ptr<PySession>& session,
                                      int max_tokens, double temperature, int top_k, double top_p,
                                      double min_p, double repetition_penalty, std::uint64_t seed,
                                      const std::vector<std::string>& stop, Tokens end_tokens,
-                                     bool ignore_eos, Tokens history, int lookup_drafts) {
+                                     bool ignore_eos, Tokens history, int lookup_drafts,
+                                     const std::shared_ptr<PyConstraint>& constraint) {
   GenerateOptions options;
   options.sampling =
       sampling_of(max_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed, stop);
@@ -150,6 +150,7 @@ std::shared_ptr<Generation> generate(const std::shared_ptr<PySession>& session,
   options.end_tokens = std::move(end_tokens);
   options.ignore_eos = ignore_eos;
   options.history = std::move(history);
+  options.constraint = constraint_of(constraint, *session->engine);
   if (lookup_drafts != 0) options.drafts = lookup_drafts;
   const auto* const text = std::get_if<std::string>(&prompt);
   Tokens tokens =
@@ -217,10 +218,11 @@ void bind_generate(nb::class_<PySession>& session) {
       nb::arg("min_p") = 0.0, nb::arg("repetition_penalty") = 1.0, nb::arg("seed") = 0,
       nb::arg("stop") = std::vector<std::string>(), nb::arg("end_tokens") = Tokens(),
       nb::arg("ignore_eos") = false, nb::arg("history") = Tokens(), nb::arg("lookup_drafts") = 0,
-      Unlocked(),
+      nb::arg("constraint") = nb::none(), Unlocked(),
       "Generates after a prompt, text or ids; the session needs room for both. "
       "lookup_drafts: most tokens of a step that are guessed from the context, 0 to 63; the "
-      "text stays the same, and the session needs a decode_batch of one more.");
+      "text stays the same, and the session needs a decode_batch of one more. constraint: what "
+      "the text has to be, from Engine.constraint.");
 }
 
 }  // namespace sluice::python

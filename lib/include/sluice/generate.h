@@ -1,7 +1,6 @@
 // The generate loop: prompt in, text out, with timings.
 #pragma once
 
-#include <atomic>
 #include <functional>
 #include <optional>
 #include <span>
@@ -52,9 +51,9 @@ struct GenerateOptions {
   Progress on_prefill;                                 // see Session::prefill
   std::function<void(std::string_view text)> on_text;  // whole characters, as generated
   std::function<void(const Session&)> on_decode;       // after every decode step of the answer
-  // Ends cleanly once another thread sets it: after the token, or the layer of the prompt's chunk,
-  // that is being computed.
-  const std::atomic<bool>* interrupt = nullptr;
+  // Ends cleanly once it returns true: after the token, or the layer of the prompt's chunk, that is
+  // being computed.
+  Stop interrupt;
   // Guesses tokens, up to `drafts` a step, which are verified together; null: a token per step.
   // Fewer are verified while few are accepted. The session needs a decode_batch of drafts + 1.
   Drafter* drafter = nullptr;
