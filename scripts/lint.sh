@@ -22,11 +22,11 @@ clang_format() {
   sources '*.h' '*.c' '*.cc' '*.cu' '*.cuh' | xargs --no-run-if-empty clang-format-14 "$@"
 }
 
-# The compile flags for clang-tidy come from the release preset's configuration.
+# The compile flags for clang-tidy come from the configuration of the preset debug, which has a
+# command for each source.
 clang_tidy() {
-  [[ -f build/release/compile_commands.json ]] ||
-    cmake --preset release --log-level=WARNING >/dev/null
-  sources '*.cc' | python3 scripts/run_clang_tidy.py --build build/release
+  cmake --preset debug --log-level=WARNING >/dev/null
+  sources '*.cc' | python3 scripts/run_clang_tidy.py
 }
 
 shell_check() {

@@ -255,7 +255,7 @@ def check_files(files: list[str], build: Path, cache: Path, jobs: int) -> list[R
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--build", type=Path, default=ROOT / "build/release")
+    parser.add_argument("--build", type=Path, default=ROOT / "build/debug")
     parser.add_argument("--cache", type=Path, default=ROOT / "build/lint-cache")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--times", action="store_true", help="print the seconds of each file")
