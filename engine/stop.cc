@@ -11,7 +11,8 @@ std::vector<SpecialToken> special_tokens_in(std::span<const std::string> stops,
                                             const Tokenizer& tokenizer) {
   std::vector<SpecialToken> found;
   if (stops.empty()) return found;
-  for (TokenId id = 0; id < tokenizer.size(); ++id) {
+  // Added tokens beyond the model's vocabulary are never drawn.
+  for (TokenId id = 0; id < std::min(tokenizer.size(), tokenizer.vocabulary()); ++id) {
     if (!tokenizer.bytes(id).empty()) continue;  // ordinary
     std::string text = tokenizer.decode(std::span(&id, 1), true);
     const bool stands =

@@ -176,8 +176,8 @@ Stream Batcher::submit(Request request) {
     impl_->require_room(job->request);
     job->id = impl_->next_id++;
     job->submitted = batch::Clock::now();
-    impl_->meter.change([](BatcherStats& stats) { ++stats.submitted; });
     impl_->scheduler.submit(job);
+    impl_->meter.change([](BatcherStats& stats) { ++stats.submitted; });
   } catch (const Error&) {
     impl_->meter.change([](BatcherStats& stats) { ++stats.refused; });
     throw;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <iterator>
 #include <new>
 #include <string>
 #include <utility>
@@ -64,11 +65,15 @@ Scheduler::Scheduler(Engine& engine, const BatcherOptions& options, Session root
   publish(true);
 }
 
-void Scheduler::submit(std::shared_ptr<Job> job) {
-  left_ += job->request.choices;
+void Scheduler::submit(const std::shared_ptr<Job>& job) {
+  Sequences sequences;
+  for (int choice = 0; choice < job->request.choices; ++choice) {
+    sequences.push_back(std::make_unique<Sequence>(job, choice, tokenizer_, engine_->info()));
+  }
   {
     const std::lock_guard lock(arrivals_mutex_);
-    arrivals_.push_back(std::move(job));
+    std::move(sequences.begin(), sequences.end(), std::back_inserter(arrivals_));
+    left_ += job->request.choices;
   }
   has_arrivals_ = true;
   wake_->call();
@@ -97,16 +102,13 @@ void Scheduler::run() {
 
 void Scheduler::take_arrivals() {
   if (!has_arrivals_.exchange(false)) return;
-  std::vector<std::shared_ptr<Job>> jobs;
+  Sequences arrived;
   {
     const std::lock_guard lock(arrivals_mutex_);
-    jobs.swap(arrivals_);
+    arrived.swap(arrivals_);
   }
-  for (const std::shared_ptr<Job>& job : jobs) {
-    for (int choice = 0; choice < job->request.choices; ++choice) {
-      insert_in_order(waiting_,
-                      std::make_unique<Sequence>(job, choice, tokenizer_, engine_->info()));
-    }
+  for (std::unique_ptr<Sequence>& sequence : arrived) {
+    insert_in_order(waiting_, std::move(sequence));
   }
 }
 

@@ -24,8 +24,8 @@ class Scheduler {
   Scheduler(Engine& engine, const BatcherOptions& options, Session root, std::shared_ptr<Wake> wake,
             Meter& meter);
 
-  // From any thread.
-  void submit(std::shared_ptr<Job> job);
+  // From any thread. What cannot be made of the request throws here, and not in run().
+  void submit(const std::shared_ptr<Job>& job);
   void stop();  // cancels everything; run() returns then
   void cancel_all() {
     cancels_all_ = true;
@@ -92,7 +92,7 @@ class Scheduler {
   std::size_t most_at_once_;
 
   std::mutex arrivals_mutex_;
-  std::vector<std::shared_ptr<Job>> arrivals_;
+  Sequences arrivals_;
   std::atomic<bool> has_arrivals_ = false;
   std::atomic<bool> stops_ = false;
   std::atomic<bool> cancels_all_ = false;

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "sluice/batcher.h"
+#include "tests/support/chat_checkpoint.h"
 #include "tests/support/expect.h"
 #include "tests/support/model_sessions.h"
 #include "tests/support/served.h"
@@ -68,6 +69,32 @@ TEST_F(BatcherText, EndsBeforeAStopString) {
     EXPECT_EQ(cut.text, whole.text.substr(0, whole.text.find(plain.sampling.stop[0])));
     EXPECT_EQ(cut, generated(plain));
   }
+}
+
+// Stop strings are compared with the special tokens, of which the model need not have all.
+TEST(BatcherTextOfAChatModel, StopsWhereTheTokenizerHasMoreTokensThanTheModel) {
+  const testing::ChatCheckpoint checkpoint(testing::ChatCheckpoint::format("chatml"));
+  EngineConfig config;
+  config.model = checkpoint.path();
+  Engine engine = Engine::open(config);
+  ASSERT_GT(engine.tokenizer().size(), engine.tokenizer().vocabulary());
+  GenerateOptions options;
+  options.sampling.max_tokens = 20;
+  options.sampling.stop = {"<|im_end|>", "x"};
+  const std::vector<TokenId> prompt = engine.encode_prompt("abc");
+  Session session = engine.new_session(64);
+  const GenerateResult result = generate(engine, session, prompt, options);
+
+  BatcherOptions batching;
+  batching.context = 64;
+  Batcher batcher(engine, batching);
+  Request request;
+  request.prompt = prompt;
+  request.sampling = options.sampling;
+  Stream stream = batcher.submit(request);
+  const Served served = read_all(stream)[0];
+  EXPECT_EQ(served.text, result.text);
+  EXPECT_EQ(served.reason, result.reason);
 }
 
 }  // namespace
