@@ -91,6 +91,8 @@ main() {
   [[ $preset != pretend ]] || architectures=${SLUICE_CUDA_ARCHITECTURES:-80-virtual}
   options+=("$(cuda_options "$architectures")")
   if command -v ccache >/dev/null; then
+    # Objects are the same in every folder below build/.
+    export CCACHE_BASEDIR=${CCACHE_BASEDIR:-$PWD}
     # Without these ccache skips sources that use precompiled headers.
     export CCACHE_SLOPPINESS=${CCACHE_SLOPPINESS:+$CCACHE_SLOPPINESS,}pch_defines,time_macros
     options+=(-DCMAKE_CXX_COMPILER_LAUNCHER=ccache -DCMAKE_CUDA_COMPILER_LAUNCHER=ccache)

@@ -89,10 +89,11 @@ class Install(unittest.TestCase):
         self.expect_c_programs(libraries)
 
     def test_shared_library(self) -> None:
-        build = self.build / "shared"
+        build = self.build.with_name(self.build.name + "-shared")
+        environment = {**os.environ, "CCACHE_BASEDIR": str(ROOT)}  # as scripts/build.sh has it
         run("cmake", "-S", ROOT, "-B", build, "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release",
             "-DBUILD_SHARED_LIBS=ON", "-DSLUICE_WERROR=ON", *self.quick_options())  # fmt: skip
-        run("cmake", "--build", build, "--parallel", os.environ.get("JOBS", "2"))
+        run("cmake", "--build", build, "--parallel", os.environ.get("JOBS", "2"), env=environment)
         libraries = installed(build, self.prefix)
         self.assertEqual([file.name for file in libraries.glob("*.a")], [])
         self.expect_command_and_licence()
