@@ -161,9 +161,9 @@ Calibration calibrate_anchors(Engine& engine, const PassageBuilder& passages,
     }
   }
   ProgressBar bar("calibrate");
-  const TaskResult result =
-      run_task(engine, engine, passages, Task::needle, options, policies, Sessions::shared,
-               [&](double share, const std::string& note) { bar.update(share, note); });
+  const TaskResult result = run_task(
+      engine, engine, input_of(passages, Task::needle, options), options, policies,
+      Sessions::shared, [&](double share, const std::string& note) { bar.update(share, note); });
   bar.clear();
   const PolicyResult& dense = result.policies.front();
   std::size_t next = 1;

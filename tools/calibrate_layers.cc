@@ -110,8 +110,8 @@ TaskResult measure(Engine& engine, const PassageBuilder& passages, const TaskOpt
                    const std::string& what) {
   ProgressBar bar(what);
   TaskResult result =
-      run_task(engine, engine, passages, Task::agreement, options, policies, sessions,
-               [&](double share, const std::string& note) { bar.update(share, note); });
+      run_task(engine, engine, input_of(passages, Task::agreement, options), options, policies,
+               sessions, [&](double share, const std::string& note) { bar.update(share, note); });
   bar.clear();
   return result;
 }
@@ -302,7 +302,7 @@ Calibration calibrate_layers(Engine& engine, const PassageBuilder& passages,
     if (is_closer) best = std::move(checked);
   }
   return {policy_of(layers, best->plan),
-          table_of(layers, best->plan) + "\n" + eval_table(best->result, shape) +
+          table_of(layers, best->plan) + "\n" + eval_table(eval_json(best->result, shape)) +
               verdict_of(layers, *best, choices.loss),
           report_of(layers, *best, choices, shape)};
 }

@@ -1,15 +1,18 @@
 #include <algorithm>
+#include <functional>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "io/file.h"
 #include "sluice/errors.h"
 #include "sluice/version.h"
 #include "tools/commands.h"
+#include "tools/eval_data.h"
 #include "tools/eval_report.h"
 #include "tools/eval_runner.h"
 #include "tools/flags.h"
@@ -26,8 +29,10 @@ struct EvalFlags {
   ModelFlags model;
   TaskOptions options;
   std::string text;
+  std::vector<std::string> data;
   std::vector<std::string> tasks = {"needle"};
   std::vector<std::int64_t> lengths = {8192};
+  std::int64_t most = 0;  // tokens of a prompt in `data` with its answer; 0: as trained
   std::vector<std::string> policies = {"streaming", "quest", "sparq", "twilight", "sluice"};
   std::string dense_kv_type;
   std::string json;
@@ -79,9 +84,73 @@ std::optional<Engine> exact_engine(const EvalFlags& flags) {
   return Engine::open(model.config());
 }
 
+std::int64_t most_of(const std::vector<std::int64_t>& lengths) {
+  if (lengths.size() == 1) return lengths.front();
+  throw Error(ErrorCode::usage,
+              "--data takes one --length, the most tokens of a prompt and its answer");
+}
+
+// The tasks in the files of --data.
+std::vector<DataSet> data_of(const EvalFlags& flags, const Engine& engine) {
+  DataReader reader;
+  reader.tokenizer = &engine.tokenizer();
+  reader.prefix = engine.encode_prompt("");
+  reader.ends = engine.info().eos;
+  reader.tokens = flags.options.tokens;
+  reader.most = flags.most > 0 ? flags.most : engine.info().trained_context;
+  reader.limit = flags.most > 0 ? "--length is" : "the model was trained for";
+  std::vector<DataSet> sets;
+  for (const std::string& file : flags.data) sets.push_back(read_data(file, reader));
+  return sets;
+}
+
+// A task and what makes its passages, which are long: only those of one task are in memory.
+struct Work {
+  TaskOptions options;
+  std::function<TaskInput()> input;
+};
+
+std::vector<Work> work_of_data(const EvalFlags& flags, const Engine& engine) {
+  std::vector<Work> work;
+  std::vector<DataSet> sets = data_of(flags, engine);
+  for (std::size_t i = 0; i < sets.size(); ++i) {
+    TaskOptions options = flags.options;
+    options.context = sets[i].context;
+    const auto input = std::make_shared<TaskInput>(
+        TaskInput{sets[i].task, flags.data[i], sets[i].context, std::move(sets[i].passages)});
+    work.push_back({options, [input] { return std::move(*input); }});
+  }
+  return work;
+}
+
+// Texts and lengths too short for any round are refused here.
+std::vector<Work> work_of_text(const EvalFlags& flags, const Engine& engine,
+                               const std::vector<Task>& tasks) {
+  const std::string text = read_text_file(flags.text, kMaxTextBytes);
+  std::vector<Work> work;
+  for (const std::int64_t length : flags.lengths) {
+    TaskOptions options = flags.options;
+    options.context = length;
+    const auto builder = std::make_shared<PassageBuilder>(engine.tokenizer(),
+                                                          engine.encode_prompt(""), text, options);
+    for (const Task task : tasks) {
+      for (int round = 0; round < options.rounds; ++round) builder->build(task, round);
+      work.push_back({options, [=] { return input_of(*builder, task, options); }});
+    }
+  }
+  return work;
+}
+
+std::string void_notes(const EvalFlags& flags, const std::vector<Task>& tasks) {
+  return flags.data.empty() ? void_in_tasks(flags.options, tasks) : void_with_data(flags.options);
+}
+
 int run(const EvalFlags& flags) {
   validate(flags);
   require_writable(flags.json, flags.model.model, flags.text, flags.force);
+  for (const std::string& file : flags.data) {
+    require_writable(flags.json, flags.model.model, file, flags.force);
+  }
   std::vector<Task> tasks;
   for (const std::string& name : flags.tasks) tasks.push_back(parse_task(name));
   const std::optional<PlanSettings> planned = plan_of(flags.model);
@@ -92,38 +161,28 @@ int run(const EvalFlags& flags) {
   const std::vector<NamedPolicy> policies =
       parse_policies(engine, config.scorers,
                      planned ? std::vector{planned->policy} : flags.policies, exact.has_value());
-  const std::string text = read_text_file(flags.text, kMaxTextBytes);
-  // Texts and lengths too short for any round are refused before the weights are loaded.
-  std::vector<PassageBuilder> passages;
-  std::vector<TaskOptions> options(flags.lengths.size(), flags.options);
-  for (std::size_t i = 0; i < flags.lengths.size(); ++i) {
-    options[i].context = flags.lengths[i];
-    passages.emplace_back(engine.tokenizer(), engine.encode_prompt(""), text, options[i]);
-    for (const Task task : tasks) {
-      for (int round = 0; round < flags.options.rounds; ++round) passages.back().build(task, round);
-    }
-  }
+  const std::vector<Work> all =
+      flags.data.empty() ? work_of_text(flags, engine, tasks) : work_of_data(flags, engine);
   // A plan that does not fit fails here, before the weights are loaded.
-  const std::int64_t longest = std::ranges::max(flags.lengths);
+  std::int64_t longest = 0;
+  for (const Work& work : all) longest = std::max(longest, work.options.context);
   const Plan plan = (exact ? *exact : engine).plan(longest);
   for (const NamedPolicy& policy : policies) {
     static_cast<void>(engine.plan(SessionOptions{longest, {policy.policy}, 1}));
   }
-  print_error(void_on_device(flags.model, plan.on_device) + void_in_tasks(flags.options, tasks));
+  print_error(void_on_device(flags.model, plan.on_device) + void_notes(flags, tasks));
   engine.load_weights();
   if (exact) exact->load_weights();
 
   nlohmann::json results = nlohmann::json::array();
   ProgressBar bar("eval");
-  for (std::size_t i = 0; i < passages.size(); ++i) {
-    for (const Task task : tasks) {
-      const TaskResult result = run_task(
-          engine, exact ? *exact : engine, passages[i], task, options[i], policies, Sessions::own,
-          [&](double share, const std::string& note) { bar.update(share, note); });
-      bar.clear();
-      print_beside_report(flags.json, eval_table(result, engine.info().kv) + "\n");
-      results.push_back(eval_json(result, engine.info().kv));
-    }
+  for (const Work& work : all) {
+    const TaskResult result = run_task(
+        engine, exact ? *exact : engine, work.input(), work.options, policies, Sessions::own,
+        [&](double share, const std::string& note) { bar.update(share, note); });
+    bar.clear();
+    results.push_back(eval_json(result, engine.info().kv));
+    print_beside_report(flags.json, eval_table(results.back()) + "\n");
   }
   if (flags.json.empty()) return 0;
   const nlohmann::json root = {
@@ -151,12 +210,21 @@ Command add_eval(CLI::App& app) {
   flags->model.add_to(app);
   flags->model.add_scorers_to(app);
   app.footer(policy_help() + "\n" + app.get_footer());
-  app.add_option("-t,--text", flags->text, "text that contexts are cut from, unseen in training")
-      ->required();
-  app.add_option("--task", flags->tasks, task_names() + "; may be given several times")
-      ->capture_default_str();
-  add_integer(app, "--length", flags->lengths, "tokens of context; may be given several times")
-      ->capture_default_str();
+  auto* text = app.add_option("-t,--text", flags->text,
+                              "text that contexts are cut from, unseen in training");
+  auto* task = app.add_option("--task", flags->tasks, task_names() + "; may be given several times")
+                   ->capture_default_str();
+  app.add_option("--data", flags->data,
+                 "instead of --text: a file of tasks as JSON lines, with the fields of RULER "
+                 "(input, outputs), of LongBench (context, input, answers) or text, whose last "
+                 "--tokens are predicted; may be given several times")
+      ->allow_extra_args(false)
+      ->excludes(text)
+      ->excludes(task);
+  auto* length = add_integer(app, "--length", flags->lengths,
+                             "tokens of context; may be given several times. With --data one: the "
+                             "most of a prompt and its answer; default: as the model was trained")
+                     ->capture_default_str();
   app.add_option("--policy", flags->policies,
                  "a preset or a policy line; may be given several times. dense always runs")
       ->capture_default_str();
@@ -174,7 +242,7 @@ Command add_eval(CLI::App& app) {
   add_integer(
       app, "--tokens", flags->options.tokens,
       "last tokens of a context, over which perplexity, agreement and drift are measured; most "
-      "that a repetition goes on")
+      "that a repetition goes on, or of an answer to --data")
       ->capture_default_str();
   add_integer(app, "--step-tokens", flags->options.step_tokens,
               "tokens that a decode step takes; more are faster, but dense layers then read rows "
@@ -187,7 +255,11 @@ Command add_eval(CLI::App& app) {
                               "write every number to this file, - for standard output");
   add_force(app, flags->force, "--json")->needs(json);
   add_plan_flag(app, flags->model);
-  return [flags] {
+  return [flags, length] {
+    if (flags->text.empty() && flags->data.empty()) {
+      throw Error(ErrorCode::usage, "--text is required, or --data (see sluice eval --help)");
+    }
+    if (!flags->data.empty() && length->count() > 0) flags->most = most_of(flags->lengths);
     const int wanted = flags->options.step_tokens;
     flags->options.step_tokens = flags->model.of_step(wanted);
     if (flags->options.step_tokens < wanted) {

@@ -89,6 +89,12 @@ Cost DecodeCost::all() const {
   return sum;
 }
 
+DecodeCost& DecodeCost::operator+=(const DecodeCost& other) {
+  cold += other.cold;
+  warm += other.warm;
+  return *this;
+}
+
 CostMeter::CostMeter(const Session& session)
     : session_(&session),
       counted_(counted(session.ledger())),

@@ -35,6 +35,7 @@ struct DecodeCost {
   Cost cold;  // the first kColdTokens behind every context
   Cost warm;  // those after them
   Cost all() const;
+  DecodeCost& operator+=(const DecodeCost& other);
 };
 
 // Follows the ledger of a session from a prefill on, step by step.

@@ -37,11 +37,12 @@ class Reading {
     std::size_t written = 0;
     for (const Turn& turn : probe_.turns) {
       pending_.insert(pending_.end(), turn.given.begin(), turn.given.end());
-      for (std::size_t i = 0; i < turn.answer.size(); ++i) {
+      for (std::size_t i = 0; i < turn.answer_tokens(); ++i) {
         asked_.push_back(pending_.size() - 1);
         if (known.empty()) feed();
         pending_.push_back(known.empty() ? answers_.back() : known[written]);
         ++written;
+        if (std::ranges::find(options_.ends, pending_.back()) != options_.ends.end()) break;
       }
     }
     pending_.pop_back();  // no token is scored after the last answer
@@ -89,6 +90,7 @@ class Reading {
     likeliest_.push_back(best);
     if (best != answers_.back()) wrong_ = true;
     if (!wrong_) ++result_.leading;
+    if (cost_ == nullptr) return;  // only the answer counts
     std::vector<float> own = log_probabilities(logits);
     result_.nll.push_back(-static_cast<double>(own[static_cast<std::size_t>(answers_.back())]));
     if (at == baseline_.log_probabilities.size()) baseline_.log_probabilities.push_back(own);
@@ -126,7 +128,7 @@ std::vector<FactResult> facts_in(const Tokenizer& tokenizer, const Probe& probe,
   std::vector<FactResult> results;
   std::size_t begin = 0;
   for (const Turn& turn : probe.turns) {
-    const std::size_t count = std::min(turn.answer.size(), answers.size() - begin);
+    const std::size_t count = std::min(turn.answer_tokens(), answers.size() - begin);
     const std::string said = tokenizer.decode(std::span(answers).subspan(begin, count));
     begin += count;
     for (const Fact& fact : turn.facts) {
@@ -159,6 +161,10 @@ ProbeResult run_probe(const Tokenizer& tokenizer, Session& session, const Probe&
     own = alone.answers();
   }
   result.facts = facts_in(tokenizer, probe, own);
+  if (probe.reference.metric != Metric::none) {
+    result.answer = tokenizer.decode(own);
+    result.score = score_answer(probe.reference, result.answer);
+  }
   return result;
 }
 

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
+#include <string>
 #include <vector>
 
 #include "sluice/engine.h"
@@ -23,6 +25,8 @@ struct FactResult {
 
 struct ProbeResult {
   std::vector<FactResult> facts;  // of all turns
+  double score = 0.0;             // by the probe's reference
+  std::string answer;             // the policy's own, of a probe with a reference
   int leading = 0;                // tokens before the first that was not the likeliest
   int characters = 0;             // of their text
                                   // Per token of the baseline's answers.
@@ -35,6 +39,7 @@ struct ProbeOptions {
   Writer writer = Writer::text;
   std::size_t step_tokens = 1;
   std::uint64_t seed = 0;          // of all draws
+  std::span<const TokenId> ends;   // end an own answer before its length
   bool until_wrong = false;        // ends with the first step that has a wrong answer
   bool costs_until_wrong = false;  // counts what steps cost up to that one
 };

@@ -4,11 +4,13 @@
 #include <array>
 #include <cmath>
 #include <cstdio>
+#include <limits>
 #include <numeric>
 #include <optional>
 #include <span>
 
 #include "lib/bytes.h"
+#include "lib/text.h"
 
 namespace sluice::tools {
 namespace {
@@ -64,6 +66,20 @@ std::string format(const char* pattern, auto... values) {
 
 std::string bytes_text(double bytes) { return format_bytes(static_cast<std::uint64_t>(bytes)); }
 
+// A number of a report, in which null stands for one that is not finite.
+double number_of(const nlohmann::json& value) {
+  return value.is_number() ? value.get<double>() : std::numeric_limits<double>::quiet_NaN();
+}
+
+double mean_of(const nlohmann::json& estimate) { return number_of(estimate["mean"]); }
+double error_of(const nlohmann::json& estimate) { return number_of(estimate["standard_error"]); }
+
+// Moved bytes per token of a report's `cold` or `warm`.
+std::string moved_text(const nlohmann::json& part) {
+  const nlohmann::json& moved = part["transferred_bytes_per_token"];
+  return moved.is_null() ? "-" : bytes_text(number_of(moved));
+}
+
 // A difference with its sign, padded to `width`. A value that rounds to zero is +0 from either
 // side.
 std::string change_text(double change, int width, int decimals) {
@@ -76,11 +92,6 @@ std::string change_text(double change, int width, int decimals) {
 std::optional<double> moved_per_token(const Cost& cost, const KvShape& shape) {
   if (cost.tokens == 0) return std::nullopt;
   return cost_per_token(cost, shape).moved_bytes;
-}
-
-std::string moved_text(const Cost& cost, const KvShape& shape) {
-  const std::optional<double> moved = moved_per_token(cost, shape);
-  return moved ? bytes_text(*moved) : "-";
 }
 
 nlohmann::json moved_json(const Cost& cost, const KvShape& shape) {
@@ -106,26 +117,34 @@ nlohmann::json traffic_json(const Cost& cost) {
 }
 
 // Heading of the task's own column, which comes before the columns that all tasks share.
-std::string quality_header(Task task) {
-  if (has_facts(task)) return "recall          vs dense      ";
-  if (task == Task::perplexity) return "perplexity  nll vs dense       ";
-  if (task == Task::repetition) return "characters      vs dense       ";
+std::string quality_header(const nlohmann::json& result) {
+  const nlohmann::json& policy = result["policies"][0];
+  if (policy.contains("score")) return "score           vs dense      ";
+  if (policy.contains("recall")) return "recall          vs dense      ";
+  if (result["task"] == "perplexity") return "perplexity  nll vs dense       ";
+  if (policy.contains("characters")) return "characters      vs dense       ";
   return {};
 }
 
-std::string quality(Task task, const Score& s) {
-  if (has_facts(task)) {
-    return format("%5.1f%% +- %4.1f  %s +- %4.1f  ", 100 * s.recall.mean, 100 * s.recall.error,
-                  change_text(100 * s.recall_change.mean, 5, 1).c_str(),
-                  100 * s.recall_change.error);
+// A share and its difference to dense, in per cent.
+std::string share_text(const nlohmann::json& share, const nlohmann::json& change) {
+  return format("%5.1f%% +- %4.1f  %s +- %4.1f  ", 100 * mean_of(share), 100 * error_of(share),
+                change_text(100 * mean_of(change), 5, 1).c_str(), 100 * error_of(change));
+}
+
+std::string quality(const nlohmann::json& result, const nlohmann::json& policy) {
+  if (policy.contains("score")) return share_text(policy["score"], policy["score_change"]);
+  if (policy.contains("recall")) return share_text(policy["recall"], policy["recall_change"]);
+  if (result["task"] == "perplexity") {
+    const nlohmann::json& change = policy["nll_change"];
+    return format("%9.3f   %s +- %6.4f  ", number_of(policy["perplexity"]),
+                  change_text(mean_of(change), 7, 4).c_str(), error_of(change));
   }
-  if (task == Task::perplexity) {
-    return format("%9.3f   %s +- %6.4f  ", std::exp(s.nll.mean),
-                  change_text(s.nll_change.mean, 7, 4).c_str(), s.nll_change.error);
-  }
-  if (task == Task::repetition) {
-    return format("%6.1f +- %5.1f  %s +- %5.1f  ", s.characters.mean, s.characters.error,
-                  change_text(s.characters_change.mean, 6, 1).c_str(), s.characters_change.error);
+  if (policy.contains("characters")) {
+    const nlohmann::json& own = policy["characters"];
+    const nlohmann::json& change = policy["characters_change"];
+    return format("%6.1f +- %5.1f  %s +- %5.1f  ", mean_of(own), error_of(own),
+                  change_text(mean_of(change), 6, 1).c_str(), error_of(change));
   }
   return {};
 }
@@ -152,29 +171,61 @@ std::string in_column(const std::string& name, std::size_t width) {
   return name + "\n" + std::string(width + 1, ' ');
 }
 
-std::size_t name_width(const TaskResult& result) {
+std::string name_of(const nlohmann::json& policy) { return policy["name"].get<std::string>(); }
+
+std::size_t name_width(const nlohmann::json& policies) {
   constexpr std::size_t kWidest = 24;
   std::size_t width = 10;
-  for (const PolicyResult& policy : result.policies) {
-    if (policy.name.size() <= kWidest) width = std::max(width, policy.name.size());
+  for (const nlohmann::json& policy : policies) {
+    const std::size_t own = name_of(policy).size();
+    if (own <= kWidest) width = std::max(width, own);
   }
   return width;
 }
 
-std::string drift_table(const TaskResult& result, std::size_t width) {
+std::string drift_table(const nlohmann::json& policies, std::size_t width) {
   std::string table = in_column("to token", width);
-  for (const Window& window : windows_of(result.policies.front())) {
-    table += format("  %13lld", static_cast<long long>(window.end));
+  for (const nlohmann::json& window : policies[0]["windows"]) {
+    table += format("  %13lld", static_cast<long long>(window["end"].get<std::int64_t>()));
   }
   table += "\n";
-  for (const PolicyResult& policy : result.policies) {
-    table += in_column(policy.name, width);
-    for (const Window& window : windows_of(policy)) {
-      table += format("  %6.4f %5.1f%%", window.kl.mean, 100 * window.top1_agreement.mean);
+  for (const nlohmann::json& policy : policies) {
+    table += in_column(name_of(policy), width);
+    for (const nlohmann::json& window : policy["windows"]) {
+      table +=
+          format("  %6.4f %5.1f%%", mean_of(window["kl"]), 100 * mean_of(window["top1_agreement"]));
     }
     table += "\n";
   }
   return table + "(KL and top-1 agreement since the number of tokens in the column before)\n";
+}
+
+std::string heading_of(const nlohmann::json& result) {
+  const nlohmann::json& dense = result["policies"][0];
+  std::string heading = result["task"].get<std::string>();
+  if (result.contains("data")) heading += ", " + one_line(result["data"].get<std::string>()) + ",";
+  heading +=
+      format(" at %s%lld tokens, %zu probes per policy", result.contains("data") ? "up to " : "",
+             static_cast<long long>(result["context"].get<std::int64_t>()),
+             dense["probes"].get<std::size_t>());
+  if (dense.contains("facts")) heading += format(", %zu facts", dense["facts"].get<std::size_t>());
+  return heading + "\n";
+}
+
+// A line below the table of a task that the model cannot do.
+std::string doubt_of(const nlohmann::json& result) {
+  if (result["dense_can_do"].get<bool>()) return {};
+  const nlohmann::json& dense = result["policies"][0];
+  if (dense.contains("score")) {
+    return format(
+        "dense attention scores %.1f%%: the model cannot do this, and scores say nothing about "
+        "policies\n",
+        100 * mean_of(dense["score"]));
+  }
+  return format(
+      "dense attention is right in %.1f%%: the model cannot do this, and recall says nothing about "
+      "policies\n",
+      100 * mean_of(dense["recall"]));
 }
 
 nlohmann::json drift_json(const PolicyResult& policy) {
@@ -184,6 +235,15 @@ nlohmann::json drift_json(const PolicyResult& policy) {
                     {"end", window.end},
                     {"kl", json_of(window.kl)},
                     {"top1_agreement", json_of(window.top1_agreement)}});
+  }
+  return list;
+}
+
+// The answers and scores of a file's lines, in their order.
+nlohmann::json answers_json(const PolicyResult& policy) {
+  nlohmann::json list = nlohmann::json::array();
+  for (const ProbeResult& probe : policy.probes) {
+    list.push_back({{"score", probe.score}, {"answer", probe.answer}});
   }
   return list;
 }
@@ -220,6 +280,9 @@ Score score_of(const PolicyResult& result, const PolicyResult& dense) {
   Score score;
   score.recall = estimate_of(facts_right(result));
   score.recall_change = estimate_of(minus(facts_right(result), facts_right(dense)));
+  const auto points = [](const ProbeResult& p) { return p.score; };
+  score.score = estimate_of(per_probe(result, points));
+  score.score_change = estimate_of(minus(per_probe(result, points), per_probe(dense, points)));
   score.nll = estimate_of(all_of(result, nll));
   score.nll_change = estimate_of(nll_changes(result, dense));
   score.characters = estimate_of(per_probe(result, characters));
@@ -251,6 +314,7 @@ std::vector<Window> windows_of(const PolicyResult& result) {
 bool can_do(const TaskResult& result) {
   constexpr double kLeast = 0.2;
   const PolicyResult& dense = result.policies.front();
+  if (has_score(result.task)) return score_of(dense, dense).score.mean >= kLeast;
   return !has_facts(result.task) || score_of(dense, dense).recall.mean >= kLeast;
 }
 
@@ -276,44 +340,6 @@ CostPerToken cost_per_token(const Cost& cost, const KvShape& shape) {
   return result;
 }
 
-std::string eval_table(const TaskResult& result, const KvShape& shape) {
-  const PolicyResult& dense = result.policies.front();
-  const std::size_t width = name_width(result);
-  std::string table = format("%s at %lld tokens, %zu probes per policy",
-                             std::string(to_string(result.task)).c_str(),
-                             static_cast<long long>(result.context), dense.probes.size());
-  if (has_facts(result.task)) table += format(", %zu facts", facts_right(dense).size());
-  table += "\n";
-  table += in_column("policy", width) +
-           format("%stop-1   KL      %9s %8s %10s %10s %10s %10s %6s\n",
-                  quality_header(result.task).c_str(), "rows/head", "1/dense", "cold/tok",
-                  "warm/tok", "read/tok", "index/tok", "alpha");
-  const double rows = cost_per_token(dense.cost.all(), shape).selected_rows;
-  for (const PolicyResult& policy : result.policies) {
-    const CostPerToken cost = cost_per_token(policy.cost.all(), shape);
-    const Score score = score_of(policy, dense);
-    table +=
-        in_column(policy.name, width) +
-        format("%s%5.1f%%  %6.4f  %9.1f %8s %10s %10s %10s %10s %6.3f\n",
-               quality(result.task, score).c_str(), 100 * score.top1_agreement, score.kl,
-               cost.selected_rows, less_rows(rows, cost.selected_rows).c_str(),
-               moved_text(policy.cost.cold, shape).c_str(),
-               moved_text(policy.cost.warm, shape).c_str(), bytes_text(cost.read_bytes).c_str(),
-               bytes_text(cost.index_bytes + cost.value_bytes).c_str(), cost.alpha);
-  }
-  table += format(
-      "(cold and warm: moved between tiers, up to %lld tokens behind a context and after them)\n",
-      static_cast<long long>(kColdTokens));
-  if (result.task == Task::drift) table += drift_table(result, width);
-  if (!can_do(result)) {
-    table += format(
-        "dense attention is right in %.1f%%: the model cannot do this, and recall says "
-        "nothing about policies\n",
-        100 * score_of(dense, dense).recall.mean);
-  }
-  return table;
-}
-
 nlohmann::json eval_json(const TaskResult& result, const KvShape& shape) {
   nlohmann::json policies = nlohmann::json::array();
   for (const PolicyResult& policy : result.policies) {
@@ -337,7 +363,14 @@ nlohmann::json eval_json(const TaskResult& result, const KvShape& shape) {
                             {"warm", moved_json(policy.cost.warm, shape)},
                             {"plan", nlohmann::json::parse(policy.plan.to_json())},
                             {"alpha", c.alpha},
-                            {"cut_share", c.cut_share}};
+                            {"cut_share", c.cut_share},
+                            {"prompt_seconds", policy.prompt_seconds},
+                            {"answer_seconds", policy.answer_seconds}};
+    if (has_score(result.task)) {
+      entry["score"] = json_of(s.score);
+      entry["score_change"] = json_of(s.score_change);
+      entry["answers"] = answers_json(policy);
+    }
     if (has_facts(result.task)) {
       entry["facts"] = facts_right(policy).size();
       entry["recall"] = json_of(s.recall);
@@ -358,10 +391,40 @@ nlohmann::json eval_json(const TaskResult& result, const KvShape& shape) {
     }
     policies.push_back(entry);
   }
-  return {{"task", to_string(result.task)},
-          {"context", result.context},
-          {"dense_can_do", can_do(result)},
-          {"policies", policies}};
+  nlohmann::json json = {{"task", to_string(result.task)},
+                         {"context", result.context},
+                         {"dense_can_do", can_do(result)},
+                         {"policies", policies}};
+  if (!result.data.empty()) json["data"] = result.data;
+  return json;
+}
+
+std::string eval_table(const nlohmann::json& result) {
+  const nlohmann::json& policies = result["policies"];
+  const std::size_t width = name_width(policies);
+  std::string table = heading_of(result);
+  table +=
+      in_column("policy", width) + format("%stop-1   KL      %9s %8s %10s %10s %10s %10s %6s\n",
+                                          quality_header(result).c_str(), "rows/head", "1/dense",
+                                          "cold/tok", "warm/tok", "read/tok", "index/tok", "alpha");
+  const double rows = number_of(policies[0]["selected_rows"]);
+  for (const nlohmann::json& policy : policies) {
+    const double selected = number_of(policy["selected_rows"]);
+    const double index =
+        number_of(policy["index_bytes_per_token"]) + number_of(policy["value_bytes_per_token"]);
+    table += in_column(name_of(policy), width) +
+             format("%s%5.1f%%  %6.4f  %9.1f %8s %10s %10s %10s %10s %6.3f\n",
+                    quality(result, policy).c_str(), 100 * number_of(policy["top1_agreement"]),
+                    number_of(policy["kl"]), selected, less_rows(rows, selected).c_str(),
+                    moved_text(policy["cold"]).c_str(), moved_text(policy["warm"]).c_str(),
+                    bytes_text(number_of(policy["read_bytes_per_token"])).c_str(),
+                    bytes_text(index).c_str(), number_of(policy["alpha"]));
+  }
+  table += format(
+      "(cold and warm: moved between tiers, up to %lld tokens behind a context and after them)\n",
+      static_cast<long long>(kColdTokens));
+  if (policies[0].contains("windows")) table += drift_table(policies, width);
+  return table + doubt_of(result);
 }
 
 }  // namespace sluice::tools

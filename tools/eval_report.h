@@ -22,6 +22,8 @@ nlohmann::json json_of(const Estimate& estimate);
 struct Score {
   Estimate recall;         // share of facts that were answered
   Estimate recall_change;  // against dense
+  Estimate score;          // of answers that have one, 0 to 1
+  Estimate score_change;   // against dense
   Estimate nll;            // nats per target
   Estimate nll_change;     // against dense
   Estimate characters;     // before the first wrong token
@@ -41,8 +43,8 @@ struct Window {
 // Up to 8 windows, equally long to within a token. Probes must be equally long.
 std::vector<Window> windows_of(const PolicyResult& result);
 
-// Returns true if dense attention recalls a fifth of the facts, or if the task has none: recall of
-// a model below that says nothing about policies.
+// Returns true if dense attention recalls a fifth of the facts, or has a fifth of the highest
+// score, or if the task has neither: a model below that says nothing about policies.
 bool can_do(const TaskResult& result);
 
 // Means per decoded token; bytes as the ledger counted them.
@@ -58,7 +60,8 @@ struct CostPerToken {
 };
 CostPerToken cost_per_token(const Cost& cost, const KvShape& shape);
 
-std::string eval_table(const TaskResult& result, const KvShape& shape);
 nlohmann::json eval_json(const TaskResult& result, const KvShape& shape);
+// From eval_json(), so that the results of an earlier run are shown alike.
+std::string eval_table(const nlohmann::json& result);
 
 }  // namespace sluice::tools

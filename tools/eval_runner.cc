@@ -1,6 +1,7 @@
 #include "tools/eval_runner.h"
 
 #include <algorithm>
+#include <chrono>
 #include <iterator>
 #include <utility>
 
@@ -8,6 +9,12 @@
 
 namespace sluice::tools {
 namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
 
 // Returns true if one index can hold the keys and values of both policies.
 bool same_codes(const Policy& a, const Policy& b) {
@@ -57,7 +64,7 @@ std::int64_t length_of(const Passage& passage) {
   std::size_t longest = 0;
   for (const Probe& probe : passage.probes) {
     std::size_t length = 0;
-    for (const Turn& turn : probe.turns) length += turn.given.size() + turn.answer.size();
+    for (const Turn& turn : probe.turns) length += turn.given.size() + turn.answer_tokens();
     longest = std::max(longest, length);
   }
   return static_cast<std::int64_t>(passage.context.size() + longest);
@@ -83,72 +90,122 @@ struct Engines {
   Engine& of(std::size_t policy) const { return policy == 0 ? exact : engine; }
 };
 
-// One result per policy with its plan, before any measurement.
-std::vector<PolicyResult> planned(const Engines& engines, const std::vector<NamedPolicy>& policies,
-                                  const std::vector<Group>& groups,
-                                  const std::vector<Passage>& passages,
-                                  const TaskOptions& options) {
-  std::vector<PolicyResult> results;
-  for (std::size_t i = 0; i < policies.size(); ++i) {
-    const NamedPolicy& policy = policies[i];
-    const Plan plan = engines.of(i).plan(SessionOptions{options.context, {policy.policy}, 1});
-    results.push_back({policy.name, to_string(policy.policy), plan.kv.index_bytes, {}, {}, {}});
+// One task under all policies, dense attention first.
+struct Run {
+  Engines engines;
+  const TaskInput& input;
+  const TaskOptions& options;
+  std::vector<NamedPolicy> policies;
+  std::vector<Group> groups;
+
+  SessionOptions session_of(const Group& group) const {
+    return tools::session_of(group, policies, input.passages, options.step_tokens);
   }
-  for (const Group& group : groups) {
-    const Plan plan =
-        engines.of(group.front()).plan(session_of(group, policies, passages, options.step_tokens));
+};
+
+// One result per policy with its plan, before any measurement.
+std::vector<PolicyResult> planned(const Run& run) {
+  std::vector<PolicyResult> results;
+  for (std::size_t i = 0; i < run.policies.size(); ++i) {
+    const NamedPolicy& policy = run.policies[i];
+    const Plan plan = run.engines.of(i).plan(SessionOptions{run.input.context, {policy.policy}, 1});
+    PolicyResult& result = results.emplace_back();
+    result.name = policy.name;
+    result.policy = to_string(policy.policy);
+    result.kept_index_bytes = plan.kv.index_bytes;
+  }
+  for (const Group& group : run.groups) {
+    const Plan plan = run.engines.of(group.front()).plan(run.session_of(group));
     for (const std::size_t i : group) results[i].plan = plan;
   }
   return results;
 }
 
+// Called with the policies of a group that are done, and a note.
+using GroupProgress = std::function<void(double share, const std::string& what)>;
+
+// Asks one policy, which is in force, all that is asked behind a passage.
+void ask(const Run& run, Session& session, std::size_t round, std::size_t policy,
+         std::vector<Baseline>& baselines, CostMeter& meter, PassageResult& result) {
+  const Passage& passage = run.input.passages[round];
+  const bool repeats = run.input.task == Task::repetition;
+  const ProbeOptions how = {passage.writer,
+                            static_cast<std::size_t>(run.options.step_tokens),
+                            run.options.seed + static_cast<std::uint64_t>(round),
+                            passage.ends,
+                            repeats && policy != 0,
+                            repeats};
+  const Clock::time_point start = Clock::now();
+  for (std::size_t probe = 0; probe < passage.probes.size(); ++probe) {
+    result.probes.push_back(run_probe(run.engines.engine.tokenizer(), session,
+                                      passage.probes[probe], how, baselines[probe], meter,
+                                      result.cost));
+    session.truncate(std::ssize(passage.context));
+  }
+  result.answer_seconds = seconds_since(start);
+}
+
+// The results of one group behind one passage go to `results`, which has one per policy.
+void run_group(const Run& run, std::size_t round, const Group& group,
+               std::vector<Baseline>& baselines, std::vector<PassageResult>& results,
+               const GroupProgress& progress) {
+  Session session = run.engines.of(group.front()).new_session(run.session_of(group));
+  const Clock::time_point start = Clock::now();
+  session.prefill(run.input.passages[round].context, [&](std::int64_t at, std::int64_t of) {
+    progress(0.5 * static_cast<double>(at) / static_cast<double>(of), "prefill");
+    return true;
+  });
+  const double seconds = seconds_since(start);
+  CostMeter meter(session);
+  double done = 0.5;
+  for (const std::size_t i : group) {
+    progress(done++, run.policies[i].name);
+    session.use(run.policies[i].policy);
+    results[i].prompt_seconds = seconds;
+    ask(run, session, round, i, baselines, meter, results[i]);
+  }
+}
+
+void add(const std::vector<PassageResult>& passage, std::vector<PolicyResult>& policies) {
+  for (std::size_t i = 0; i < policies.size(); ++i) {
+    PolicyResult& sum = policies[i];
+    sum.probes.insert(sum.probes.end(), passage[i].probes.begin(), passage[i].probes.end());
+    sum.cost += passage[i].cost;
+    sum.prompt_seconds += passage[i].prompt_seconds;
+    sum.answer_seconds += passage[i].answer_seconds;
+  }
+}
+
 }  // namespace
 
-TaskResult run_task(Engine& engine, Engine& exact, const PassageBuilder& builder, Task task,
+TaskInput input_of(const PassageBuilder& builder, Task task, const TaskOptions& options) {
+  TaskInput input = {task, {}, options.context, {}};
+  for (int round = 0; round < options.rounds; ++round) {
+    input.passages.push_back(builder.build(task, round));
+  }
+  return input;
+}
+
+TaskResult run_task(Engine& engine, Engine& exact, const TaskInput& input,
                     const TaskOptions& options, const std::vector<NamedPolicy>& policies,
                     Sessions sessions, const EvalProgress& progress) {
-  std::vector<NamedPolicy> all = {{"dense", Policy()}};
-  all.insert(all.end(), policies.begin(), policies.end());
-  std::vector<Passage> passages;
-  for (int round = 0; round < options.rounds; ++round) {
-    passages.push_back(builder.build(task, round));
-  }
-  const Engines engines{engine, exact};
-  const std::vector<Group> groups = groups_of(all, sessions);
-  TaskResult result{task, options.context, planned(engines, all, groups, passages, options)};
-  const auto steps = static_cast<double>(options.rounds) * static_cast<double>(all.size());
+  Run run = {{engine, exact}, input, options, {{"dense", Policy()}}, {}};
+  run.policies.insert(run.policies.end(), policies.begin(), policies.end());
+  run.groups = groups_of(run.policies, sessions);
+  TaskResult result = {input.task, input.data, input.context, planned(run)};
+  const auto steps = static_cast<double>(input.passages.size() * run.policies.size());
   double done = 0.0;
-  const auto report = [&](double share, const std::string& what) {
-    const std::string note =
-        std::string(to_string(task)) + ", " + std::to_string(options.context) + " tokens: " + what;
-    progress((done + share) / steps, note);
-  };
-  for (std::size_t round = 0; round < passages.size(); ++round) {
-    const Passage& passage = passages[round];
-    std::vector<Baseline> baselines(passage.probes.size());
-    for (const Group& group : groups) {
-      Session session = engines.of(group.front())
-                            .new_session(session_of(group, all, passages, options.step_tokens));
-      session.prefill(passage.context, [&](std::int64_t at, std::int64_t of) {
-        report(0.5 * static_cast<double>(at) / static_cast<double>(of), "prefill");
-        return true;
+  for (std::size_t round = 0; round < input.passages.size(); ++round) {
+    std::vector<Baseline> baselines(input.passages[round].probes.size());
+    std::vector<PassageResult> passage(run.policies.size());
+    for (const Group& group : run.groups) {
+      run_group(run, round, group, baselines, passage, [&](double share, const std::string& what) {
+        progress((done + share) / steps, std::string(to_string(input.task)) + ", " +
+                                             std::to_string(input.context) + " tokens: " + what);
       });
-      CostMeter meter(session);
-      for (const std::size_t i : group) {
-        report(0.5, all[i].name);
-        session.use(all[i].policy);
-        const ProbeOptions how = {passage.writer, static_cast<std::size_t>(options.step_tokens),
-                                  options.seed + static_cast<std::uint64_t>(round),
-                                  task == Task::repetition && i != 0, task == Task::repetition};
-        for (std::size_t probe = 0; probe < passage.probes.size(); ++probe) {
-          PolicyResult& own = result.policies[i];
-          own.probes.push_back(run_probe(engine.tokenizer(), session, passage.probes[probe], how,
-                                         baselines[probe], meter, own.cost));
-          session.truncate(std::ssize(passage.context));
-        }
-        done += 1.0;
-      }
+      done += static_cast<double>(group.size());
     }
+    add(passage, result.policies);
   }
   return result;
 }

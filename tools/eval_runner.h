@@ -18,19 +18,40 @@ struct NamedPolicy {
   Policy policy;
 };
 
+// What is asked of every policy, behind each of some passages.
+struct TaskInput {
+  Task task = Task::needle;
+  std::string data;          // the file that it is from; empty: made out of a text
+  std::int64_t context = 0;  // tokens of the longest passage
+  std::vector<Passage> passages;
+};
+// The passages of all rounds. Throws what PassageBuilder::build() throws.
+TaskInput input_of(const PassageBuilder& builder, Task task, const TaskOptions& options);
+
+// One policy behind one passage.
+struct PassageResult {
+  std::vector<ProbeResult> probes;
+  DecodeCost cost;
+  double prompt_seconds = 0.0;  // a prompt of shared policies counts for each of them
+  double answer_seconds = 0.0;
+};
+
 struct PolicyResult {
   std::string name;
   std::string policy;
   // Bytes, where attention reads, for a context of TaskResult::context: everything kept of keys and
   // values for selecting and approximating.
   std::uint64_t kept_index_bytes = 0;
-  Plan plan;  // of the session that answered
-  std::vector<ProbeResult> probes;
+  Plan plan;                        // of the session that answered
+  std::vector<ProbeResult> probes;  // of all passages
   DecodeCost cost;
+  double prompt_seconds = 0.0;
+  double answer_seconds = 0.0;
 };
 
 struct TaskResult {
   Task task = Task::needle;
+  std::string data;
   std::int64_t context = 0;
   std::vector<PolicyResult> policies;  // the first is dense
 };
@@ -50,7 +71,7 @@ enum class Sessions : std::uint8_t {
 // after a dense prefill (or its own, if it has one) of the same passages. Answers depend on
 // `sessions` only by rounding. Throws Error{memory} if a cap does not hold one of the plans, before
 // anything is read.
-TaskResult run_task(Engine& engine, Engine& exact, const PassageBuilder& builder, Task task,
+TaskResult run_task(Engine& engine, Engine& exact, const TaskInput& input,
                     const TaskOptions& options, const std::vector<NamedPolicy>& policies,
                     Sessions sessions, const EvalProgress& progress);
 

@@ -75,9 +75,14 @@ void validate(const TaskOptions& options) {
           "--length must be 16 to 1073741824");
 }
 
-std::string_view to_string(Task task) { return kTaskNames.at(static_cast<std::size_t>(task)); }
+std::string_view to_string(Task task) {
+  if (task == Task::ruler) return "ruler";
+  if (task == Task::longbench) return "longbench";
+  return kTaskNames.at(static_cast<std::size_t>(task));
+}
 
 bool has_facts(Task task) { return task <= Task::common_words; }
+bool has_score(Task task) { return task == Task::ruler || task == Task::longbench; }
 
 PassageBuilder::PassageBuilder(const Tokenizer& tokenizer, std::vector<TokenId> prefix,
                                std::string_view text, const TaskOptions& options)

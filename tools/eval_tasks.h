@@ -11,6 +11,7 @@
 
 #include "sluice/tokenizer.h"
 #include "sluice/types.h"
+#include "tools/eval_score.h"
 
 namespace sluice::tools {
 
@@ -25,11 +26,15 @@ struct Turn {
   std::vector<TokenId> given;   // at least one
   std::vector<TokenId> answer;  // as it should be; own answers are as long
   std::vector<Fact> facts;      // scored, anywhere in the answer; a continuation has none
+  std::size_t length = 0;       // of own answers, in tokens, if there is no `answer`
+
+  std::size_t answer_tokens() const { return answer.empty() ? length : answer.size(); }
 };
 
 // Turns behind a context: each begins where the answer before it ended.
 struct Probe {
   std::vector<Turn> turns;
+  Reference reference = {};  // of a file's question, whose answer is scored as a whole
 };
 
 // The source of the answers fed to every policy, so that likelihoods are of the same tokens.
@@ -43,6 +48,7 @@ struct Passage {
   std::vector<TokenId> context;
   std::vector<Probe> probes;  // each of them follows the context, not the probe before
   Writer writer = Writer::text;
+  std::vector<TokenId> ends;  // that end an own answer before its length
 };
 
 // Upper bound of a text that contexts are cut from.
@@ -77,13 +83,18 @@ enum class Task : std::uint8_t {
   agreement,          // the same; only compared with dense attention
   drift,              // a continuation of dense attention's own
   repetition,         // a passage of the context, word by word
+  ruler,              // lines of a file; see tools/eval_data.h
+  longbench,          // the same in another form
 };
+// Of the tasks that are made out of a text.
 inline constexpr std::array<std::string_view, 11> kTaskNames = {
     "needle",       "multikey",   "multivalue", "multiquery", "multiturn", "variable_tracking",
     "common_words", "perplexity", "agreement",  "drift",      "repetition"};
 std::string_view to_string(Task task);
 // Returns true if answers are right or wrong.
 bool has_facts(Task task);
+// Returns true if answers have a score from 0 to 1.
+bool has_score(Task task);
 
 struct Question;
 

@@ -147,4 +147,14 @@ std::string void_in_tasks(const TaskOptions& options, const std::vector<Task>& t
   return void_note(given.flags, "no --task that was given depends on that");
 }
 
+std::string void_with_data(const TaskOptions& options) {
+  const TaskOptions defaults;
+  Given given;
+  given.add("--rounds", options.rounds != defaults.rounds);
+  given.add("--needles", options.needles != defaults.needles);
+  given.add("--digits", options.digits != defaults.digits);
+  given.add("--seed", options.seed != defaults.seed);
+  return void_note(given.flags, "the tasks are those of --data");
+}
+
 }  // namespace sluice::tools

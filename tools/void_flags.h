@@ -28,5 +28,7 @@ std::string void_in_plan(const ModelFlags& flags, const Plan& plan, const Policy
 std::string void_without_plan(const ModelFlags& flags, const std::string& policy);
 // Flags that all of these `eval` tasks ignore.
 std::string void_in_tasks(const TaskOptions& options, const std::vector<Task>& tasks);
+// Flags that `eval` ignores because its tasks are in files.
+std::string void_with_data(const TaskOptions& options);
 
 }  // namespace sluice::tools

@@ -2,9 +2,14 @@
 
 import copy
 import json
+import re
 import shutil
+import string
+import subprocess
+import sys
 import tempfile
 import unittest
+from collections import Counter
 from pathlib import Path
 
 from command import MODEL, ROOT, sluice
@@ -12,6 +17,7 @@ from command import MODEL, ROOT, sluice
 TASKS = ("needle", "multikey", "multivalue", "multiquery", "multiturn", "variable_tracking",
          "common_words", "perplexity", "agreement", "drift", "repetition")  # fmt: skip
 BOOK = ROOT / "data" / "war-and-peace.txt"
+TASKS_OF_FILES = ROOT / "data" / "tasks"
 
 
 def evaluate(*arguments):
@@ -258,6 +264,146 @@ class Eval(unittest.TestCase):
                 self.assertEqual(done.stderr.count("\n"), 1, done.stderr)
         done = sluice("eval", "--model", MODEL, "--text", "/nowhere.txt")
         self.assertEqual(done.returncode, 3, done.stderr)
+
+
+def words(text):
+    """normalize_answer of LongBench's metrics.py."""
+    text = "".join(c for c in text.lower() if c not in set(string.punctuation))
+    return re.sub(r"\b(a|an|the)\b", " ", text).split()
+
+
+def best_f1(said, answers):
+    def f1(right):
+        own, other = words(said), words(right)
+        common = sum((Counter(own) & Counter(other)).values())
+        return 2 * common / (len(own) + len(other))
+
+    return max(map(f1, answers))
+
+
+def string_match_all(said, outputs):
+    """RULER's, of one line."""
+    return sum(output.lower() in said.lower() for output in outputs) / len(outputs)
+
+
+class Data(unittest.TestCase):
+    def evaluate(self, *arguments):
+        return sluice("eval", "--model", MODEL, "--tokens", 6, *arguments)
+
+    def files(self, *names):
+        return [word for name in names for word in ("--data", TASKS_OF_FILES / f"{name}.jsonl")]
+
+    def test_scores_are_those_of_the_benchmarks(self):
+        done = self.evaluate(*self.files("ruler", "longbench"), "--policy", "streaming recent=64",
+                             "--json", "-")  # fmt: skip
+        self.assertEqual(done.returncode, 0, done.stderr)
+        ruler, longbench = json.loads(done.stdout)["results"]
+        for result, name, field, score in ((ruler, "ruler", "outputs", string_match_all),
+                                           (longbench, "longbench", "answers", best_f1)):  # fmt: skip
+            path = TASKS_OF_FILES / f"{name}.jsonl"
+            self.assertEqual((result["task"], result["data"]), (name, str(path)))
+            lines = [json.loads(line) for line in path.read_text().splitlines()]
+            dense, streaming = result["policies"]
+            for policy in (dense, streaming):
+                self.assertEqual(len(policy["answers"]), len(lines))
+                for answer, line in zip(policy["answers"], lines):
+                    self.assertAlmostEqual(answer["score"], score(answer["answer"], line[field]))
+                mean = sum(answer["score"] for answer in policy["answers"]) / len(lines)
+                self.assertAlmostEqual(policy["score"]["mean"], mean)
+                change = mean - dense["score"]["mean"]
+                self.assertAlmostEqual(policy["score_change"]["mean"], change)
+            self.assertGreater(dense["score"]["mean"], 0.4)
+            self.assertLess(streaming["score"]["mean"], 0.2)
+            self.assertEqual(dense["kl"], 0)
+            self.assertGreater(streaming["kl"], 0)
+            self.assertIn(f"{name}, {path}, at up to {result['context']} tokens, 3 probes",
+                          done.stderr)  # fmt: skip
+
+    def test_dense_answers_as_generate_does(self):
+        done = self.evaluate(*self.files("ruler"), "--policy", "dense", "--json", "-")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        (dense,) = json.loads(done.stdout)["results"][0]["policies"]
+        lines = (TASKS_OF_FILES / "ruler.jsonl").read_text().splitlines()
+        for line, answer in zip(lines, dense["answers"]):
+            done = sluice("generate", "-m", MODEL, "-q", "-n", 6, "--policy", "dense",
+                          stdin=json.loads(line)["input"])  # fmt: skip
+            self.assertEqual(done.stdout.removesuffix("\n"), answer["answer"])
+
+    def test_texts_are_measured_as_the_book_is(self):
+        part = "".join(BOOK.read_text().splitlines(keepends=True)[9:13])
+        with tempfile.TemporaryDirectory() as folder:
+            text, data = Path(folder) / "text", Path(folder) / "text.jsonl"
+            # Two rounds read the first and the last tokens of a text.
+            text.write_text(part + "Well, Prince, so Genoa and Lucca are now.\n" + part)
+            data.write_text(json.dumps({"text": part}) + "\n")
+            flags = ["--policy", "streaming recent=16", "--json", "-"]
+            done = self.evaluate("--data", data, *flags)
+            self.assertEqual(done.returncode, 0, done.stderr)
+            (own,) = json.loads(done.stdout)["results"]
+            done = self.evaluate("--text", text, "--task", "agreement", "--rounds", 2,
+                                 "--length", own["context"] - 1, *flags)  # fmt: skip
+            self.assertEqual(done.returncode, 0, done.stderr)
+            (same,) = json.loads(done.stdout)["results"]
+        self.assertEqual(own["task"], "agreement")
+        for one, other in zip(own["policies"], same["policies"]):
+            for name in ("kl", "top1_agreement", "perplexity"):
+                self.assertAlmostEqual(one[name], other[name], places=6)
+        self.assertGreater(own["policies"][1]["kl"], 0)
+
+    def test_bad_lines_are_refused_before_any_work(self):
+        good = (TASKS_OF_FILES / "ruler.jsonl").read_text().splitlines()[0] + "\n"
+        with tempfile.TemporaryDirectory() as folder:
+            data = Path(folder) / "tasks.jsonl"
+            for line, flags, mentions in [
+                (b'{"input": "x"}', (), ["line 2", "outputs"]),
+                (b'{"input": 1, "outputs": ["1"]}', (), ["line 2", "'input'", "number"]),
+                (b'{"input": "x", "outputs": []}', (), ["line 2", "'outputs'", "empty"]),
+                (b'{"input": "x"', (), ["line 2", "JSON"]),
+                (b'{"input": "\xff", "outputs": ["1"]}', (), ["line 2", "UTF-8"]),
+                (b'{"text": "x"}', (), ["line 2", "plain text"]),
+                (b"", ("--length", 300), ["line 1", "'input'", "--length is 300"]),
+                (json.dumps({"input": 132000 * "Prince ", "outputs": ["1"]}).encode(), (),
+                 ["line 2", "'input'", "the model was trained for 131072"]),
+            ]:
+                with self.subTest(line[:40]):
+                    data.write_bytes(good.encode() + line + b"\n")
+                    done = self.evaluate("--data", data, *flags)
+                    self.assertEqual(done.returncode, 7, done.stderr)
+                    self.assertEqual(done.stderr.count("\n"), 1, done.stderr)
+                    self.assertEqual(done.stdout, "")
+                    for words in [str(data), *mentions]:
+                        self.assertIn(words, done.stderr)
+
+    def test_flags(self):
+        data = self.files("ruler")
+        for arguments, code, mentions in [
+            ((), 2, "--data"),
+            ((*data, "--text", BOOK), 2, "--text"),
+            ((*data, "--task", "needle"), 2, "--task"),
+            ((*data, "--length", 900, "--length", 1000), 2, "--length"),
+            ((*data, "--json", data[1]), 2, "ruler.jsonl"),
+            ((*data, "--json", data[1], "--force"), 2, "ruler.jsonl"),
+            (("--data", "/nowhere.jsonl"), 3, "/nowhere.jsonl"),
+        ]:
+            with self.subTest(arguments):
+                done = self.evaluate(*arguments)
+                self.assertEqual(done.returncode, code, done.stderr)
+                self.assertIn(mentions, done.stderr)
+                self.assertEqual(done.stderr.count("\n"), 1, done.stderr)
+        done = self.evaluate(*self.files("text"), "--policy", "dense", "--rounds", 9)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIn("--rounds does nothing: the tasks are those of --data", done.stderr)
+
+    def test_the_samples_are_those_of_their_script(self):
+        with tempfile.TemporaryDirectory() as folder:
+            copy_of = Path(folder) / "data" / "tasks"
+            shutil.copytree(TASKS_OF_FILES, copy_of)
+            shutil.copy(BOOK, copy_of.parent)
+            before = {path.name: path.read_bytes() for path in copy_of.glob("*.jsonl")}
+            for path in copy_of.glob("*.jsonl"):
+                path.unlink()
+            subprocess.run([sys.executable, copy_of / "make_tasks.py"], check=True)
+            self.assertEqual({p.name: p.read_bytes() for p in copy_of.glob("*.jsonl")}, before)
 
 
 class Calibrate(unittest.TestCase):

@@ -4,6 +4,7 @@
 
 #include <nlohmann/json.hpp>
 #include <string>
+#include <vector>
 
 #include "sluice/types.h"
 
@@ -43,18 +44,18 @@ TaskResult task_of(Task task, double nll_change) {
   return result;
 }
 
+std::string table_of(const TaskResult& result) { return eval_table(eval_json(result, kShape)); }
+
 TEST(EvalReport, WhatRoundsToZeroHasNoMinus) {
   for (const double change : {-4e-5, -1e-12, 0.0, 4e-5}) {
-    const std::string table = eval_table(task_of(Task::perplexity, change), kShape);
+    const std::string table = table_of(task_of(Task::perplexity, change));
     EXPECT_NE(table.find("+0.0000 +- 0.0000"), std::string::npos) << table;
     EXPECT_EQ(table.find("-0.0000"), std::string::npos) << table;
   }
-  EXPECT_NE(eval_table(task_of(Task::perplexity, -6e-5), kShape).find("-0.0001 +-"),
-            std::string::npos);
-  EXPECT_NE(eval_table(task_of(Task::perplexity, -1.25), kShape).find(" -1.2500 +-"),
-            std::string::npos);
+  EXPECT_NE(table_of(task_of(Task::perplexity, -6e-5)).find("-0.0001 +-"), std::string::npos);
+  EXPECT_NE(table_of(task_of(Task::perplexity, -1.25)).find(" -1.2500 +-"), std::string::npos);
   for (const Task task : {Task::needle, Task::repetition}) {
-    EXPECT_NE(eval_table(task_of(task, 0.0), kShape).find(" +0.0 +-"), std::string::npos);
+    EXPECT_NE(table_of(task_of(task, 0.0)).find(" +0.0 +-"), std::string::npos);
   }
 }
 
@@ -71,9 +72,46 @@ TEST(EvalReport, ColdAndWarmStandApart) {
   // No context had as many tokens behind it that a cache would be warm.
   EXPECT_EQ(policies[0]["warm"],
             nlohmann::json({{"tokens", 0}, {"transferred_bytes_per_token", nullptr}}));
-  const std::string table = eval_table(result, kShape);
+  const std::string table = table_of(result);
   EXPECT_NE(table.find("    2048 B      512 B"), std::string::npos) << table;
   EXPECT_NE(table.find("    4096 B          -"), std::string::npos) << table;
+}
+
+TEST(EvalReport, ScoresStandBesideDense) {
+  TaskResult result = task_of(Task::longbench, 0.0);
+  result.data = "folder/tasks.jsonl";
+  const std::vector<std::vector<double>> scores = {{1.0, 0.5}, {0.5, 0.25}};
+  for (std::size_t i = 0; i < 2; ++i) {
+    for (std::size_t p = 0; p < 2; ++p) {
+      result.policies[i].probes[p].score = scores[i][p];
+      result.policies[i].probes[p].answer = "answer " + std::to_string(p);
+    }
+  }
+  const nlohmann::json json = eval_json(result, kShape);
+  EXPECT_EQ(json["data"], "folder/tasks.jsonl");
+  EXPECT_EQ(json["dense_can_do"], true);
+  const nlohmann::json& other = json["policies"][1];
+  EXPECT_DOUBLE_EQ(other["score"]["mean"], 0.375);
+  EXPECT_DOUBLE_EQ(other["score_change"]["mean"], -0.375);
+  EXPECT_DOUBLE_EQ(other["score_change"]["standard_error"], 0.125);
+  EXPECT_EQ(other["answers"][1], nlohmann::json({{"score", 0.25}, {"answer", "answer 1"}}));
+  EXPECT_FALSE(other.contains("recall"));
+  const std::string table = eval_table(json);
+  EXPECT_NE(table.find("longbench, folder/tasks.jsonl, at up to 100 tokens, 2 probes per policy\n"),
+            std::string::npos)
+      << table;
+  EXPECT_NE(table.find(" 37.5% +- 12.5  -37.5 +- 12.5 "), std::string::npos) << table;
+
+  for (ProbeResult& probe : result.policies[0].probes) probe.score = 0.1;
+  EXPECT_NE(table_of(result).find("dense attention scores 10.0%: the model cannot do this"),
+            std::string::npos);
+}
+
+// A number that was not finite is null in a report that was read again.
+TEST(EvalReport, NumbersThatAreNotFiniteAreShown) {
+  nlohmann::json json = eval_json(task_of(Task::agreement, 0.0), kShape);
+  json["policies"][1]["kl"] = nullptr;
+  EXPECT_NE(eval_table(json).find("nan"), std::string::npos);
 }
 
 }  // namespace

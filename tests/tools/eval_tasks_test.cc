@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <fstream>
 #include <map>
 #include <regex>
 #include <set>
@@ -16,6 +17,7 @@
 
 #include "io/file.h"
 #include "sluice/errors.h"
+#include "tools/eval_data.h"
 #include "tools/eval_questions.h"
 
 namespace sluice::tools {
@@ -288,6 +290,185 @@ TEST(EvalTasks, RefusesLengthsThatAreTooShort) {
       EXPECT_THAT(error.what(), ::testing::HasSubstr("--length 100 is too short for --task " +
                                                      std::string(to_string(task))));
     }
+  }
+}
+
+TEST(EvalScore, MatchesAreOfAnyCase) {
+  const std::vector<std::string> outputs = {"481926", "Prince Andréy"};
+  EXPECT_EQ(matches(outputs, "It is 481926, PRINCE ANDRÉY."), 1.0);
+  EXPECT_EQ(matches(outputs, "It is 4819267"), 0.5);
+  EXPECT_EQ(matches(outputs, ""), 0.0);
+}
+
+// What qa_f1_score and normalize_answer of LongBench's metrics.py give.
+TEST(EvalScore, WordsAreComparedAsLongBenchDoes) {
+  const auto f1 = [](const std::string& said, const std::string& right) {
+    return best_f1(std::vector{right}, said);
+  };
+  EXPECT_EQ(f1("The Prince, Andréy!", "prince andréy"), 1.0);
+  EXPECT_DOUBLE_EQ(f1("PRINCE ANDRÉY went", "Prince Andréy"), 0.8);
+  EXPECT_DOUBLE_EQ(f1("yes yes no", "yes no no"), 2.0 / 3.0);
+  EXPECT_EQ(f1("it's the theory-an idea", "its theoryan idea"), 1.0);
+  EXPECT_DOUBLE_EQ(f1("a—an—the ‘the’ end", "‘ ’ end"), 0.75);
+  EXPECT_EQ(f1("\u3000x\u00a0y\u2028z", "x y z"), 1.0);
+  EXPECT_EQ(f1("a_the", "athe"), 1.0);
+  EXPECT_EQ(f1("the2 a2 an", "the2 a2"), 1.0);
+  EXPECT_EQ(f1("Σίσυφος", "σίσυφος"), 1.0);
+  EXPECT_EQ(f1("a an the", "the"), 0.0);
+  EXPECT_EQ(f1("", "x"), 0.0);
+  EXPECT_EQ(best_f1(std::vector<std::string>{"no", "yes sir"}, "Yes, sir."), 1.0);
+  EXPECT_FALSE(has_words("The, a!"));
+}
+
+TEST(EvalData, FormsAreToldApart) {
+  const DataLine ruler =
+      parse_data_line(R"({"index": 3, "input": "A b", "outputs": ["1", "2"], "length": 9})", "f");
+  EXPECT_EQ(ruler.form, Form::ruler);
+  EXPECT_EQ(ruler.prompt, "A b");
+  EXPECT_EQ(ruler.reference.metric, Metric::matches);
+  EXPECT_THAT(ruler.reference.texts, ::testing::ElementsAre("1", "2"));
+  const DataLine bench = parse_data_line(
+      R"({"_id": 1, "context": "A b", "input": "C?", "answers": ["d"], "all_classes": null})", "f");
+  EXPECT_EQ(bench.form, Form::longbench);
+  EXPECT_EQ(bench.prompt, "A b\n\nC?");
+  EXPECT_EQ(bench.reference.metric, Metric::f1);
+  const DataLine nothing_asked =
+      parse_data_line(R"({"context": "A b", "input": "", "answers": ["d"]})", "f");
+  EXPECT_EQ(nothing_asked.prompt, "A b");
+  const DataLine text = parse_data_line(R"({"text": "A b", "title": "C"})", "f");
+  EXPECT_EQ(text.form, Form::text);
+  EXPECT_EQ(text.prompt, "A b");
+  EXPECT_EQ(text.reference.metric, Metric::none);
+}
+
+// A temporary file, named after its test because tests run beside each other.
+struct DataFile {
+  explicit DataFile(const std::string& text)
+      : path(std::filesystem::path(::testing::TempDir()) /
+             (std::string(::testing::UnitTest::GetInstance()->current_test_info()->name()) +
+              ".jsonl")) {
+    std::ofstream(path, std::ios::binary) << text;
+  }
+  ~DataFile() { std::filesystem::remove(path); }
+  DataFile(const DataFile&) = delete;
+  DataFile& operator=(const DataFile&) = delete;
+
+  std::filesystem::path path;
+};
+
+DataReader reader() {
+  DataReader reader;
+  reader.tokenizer = &source().tokenizer;
+  reader.prefix = {0};
+  reader.ends = {1};
+  reader.tokens = 4;
+  reader.most = 20;
+  reader.limit = "--length is";
+  return reader;
+}
+
+TEST(EvalData, PromptsAreReadUpToTheirLastToken) {
+  const DataFile file(
+      "\n{\"input\": \"The secret number is\", \"outputs\": [\"5\"]}\r\n \n"
+      "{\"input\": \"Well, Prince\", \"outputs\": [\"6\"]}");
+  const DataSet set = read_data(file.path, reader());
+  EXPECT_EQ(set.task, Task::ruler);
+  ASSERT_EQ(set.passages.size(), 2);
+  const Passage& passage = set.passages.front();
+  const Turn& turn = passage.probes.front().turns.front();
+  std::vector<TokenId> all = passage.context;
+  EXPECT_EQ(all.front(), 0);
+  all.insert(all.end(), turn.given.begin(), turn.given.end());
+  EXPECT_EQ(std::ssize(all), set.context);
+  EXPECT_EQ(decoded(std::span(all).subspan(1)), "The secret number is");
+  EXPECT_EQ(turn.given.size(), 1);
+  EXPECT_EQ(turn.answer_tokens(), 4);
+  EXPECT_EQ(passage.writer, Writer::dense);
+  EXPECT_THAT(passage.ends, ::testing::ElementsAre(1));
+  EXPECT_THAT(set.passages[1].probes.front().reference.texts, ::testing::ElementsAre("6"));
+}
+
+TEST(EvalData, TextsGoOnAsTheBookDoes) {
+  const std::string text = "Well, Prince, so Genoa and Lucca are now";
+  const DataFile file("{\"text\": \"" + text + "\"}\n");
+  const DataSet set = read_data(file.path, reader());
+  EXPECT_EQ(set.task, Task::agreement);
+  const Passage& passage = set.passages.front();
+  const Turn& turn = passage.probes.front().turns.front();
+  EXPECT_EQ(turn.answer.size(), 4);
+  std::vector<TokenId> all = passage.context;
+  all.insert(all.end(), turn.given.begin(), turn.given.end());
+  all.insert(all.end(), turn.answer.begin(), turn.answer.end());
+  EXPECT_EQ(std::ssize(all), set.context);
+  EXPECT_EQ(decoded(std::span(all).subspan(1)), text);
+  EXPECT_EQ(passage.writer, Writer::text);
+}
+
+TEST(EvalData, RefusesWhatIsWrongByLineAndField) {
+  const std::string good = "{\"input\": \"Well\", \"outputs\": [\"5\"]}\n";
+  std::string many;
+  for (int i = 0; i < 30; ++i) many += "Prince ";
+  const std::vector<std::pair<std::string, std::string>> cases = {
+      {"{\"outputs\": [\"5\"]}", "'input' is missing"},
+      {"{\"input\": \"\", \"outputs\": [\"5\"]}", "'input' is empty"},
+      {"{\"input\": 5, \"outputs\": [\"5\"]}", "'input' is of the type number"},
+      {"{\"input\": \"Well\", \"outputs\": \"5\"}", "'outputs' is of the type string"},
+      {"{\"input\": \"Well\", \"outputs\": []}", "'outputs' is an empty list"},
+      {"{\"input\": \"Well\", \"outputs\": [5]}", "'outputs' has an item of the type number"},
+      {"{\"input\": \"Well\", \"outputs\": [\"5\", \"\"]}", "'outputs' has an empty string"},
+      {"{\"input\": \"Well\"}", "neither 'outputs' (as RULER's files), 'answers'"},
+      {"{\"input\": \"Well\", \"outputs\": [\"5\"], \"answers\": [\"5\"]}",
+       "both 'outputs' and 'answers'"},
+      {"{\"context\": \"Well\", \"answers\": [\"5\"]}", "'input' is missing"},
+      {"{\"input\": \"Well\", \"answers\": [\"5\"]}", "'context' is missing"},
+      {"{\"context\": \"Well\", \"input\": \"\", \"answers\": [\"The\"]}", "'answers' has no word"},
+      {"{\"context\": \"Well\", \"input\": \"\", \"answers\": [\"5\"]}",
+       "form of LongBench ('answers'), the lines before have that of RULER ('outputs')"},
+      {"{\"text\": []}", "'text' is of the type array"},
+      {"{\"text\": \"Well\"}", "form of plain text ('text')"},
+      {"[1]", "is of the type array"},
+      {"{\"input\": \"Well\",", "is not JSON"},
+      {"{\"input\": \"Well\xff\", \"outputs\": [\"5\"]}", "is not UTF-8 from byte 16 on"},
+      {"{\"input\": \"" + many + "\", \"outputs\": [\"5\"]}", "but --length is 20; shorten it"},
+  };
+  for (const auto& [line, words] : cases) {
+    SCOPED_TRACE(line);
+    const DataFile file(good + "\n" + line + "\n" + good);
+    try {
+      read_data(file.path, reader());
+      ADD_FAILURE() << "accepted";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::prompt);
+      EXPECT_THAT(error.what(), ::testing::StartsWith(file.path.string() + ": line 3: "));
+      EXPECT_THAT(error.what(), ::testing::HasSubstr(words));
+    }
+  }
+  const std::vector<std::pair<std::string, std::string>> whole = {
+      {"\n \n", "has no line with a task"},
+      {"{\"text\": \"Well\"}", "line 1: 'text' has 3 tokens, but --tokens 4 needs at least 7"}};
+  for (const auto& [text, words] : whole) {
+    const DataFile file(text);
+    try {
+      read_data(file.path, reader());
+      ADD_FAILURE() << "accepted";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::prompt);
+      EXPECT_THAT(error.what(), ::testing::HasSubstr(words));
+    }
+  }
+}
+
+TEST(EvalData, FilesHaveALimitOfLines) {
+  std::string lines;
+  for (std::size_t i = 0; i <= kMaxDataLines; ++i) {
+    lines += "{\"input\": \"Well\", \"outputs\": [\"5\"]}\n";
+  }
+  const DataFile file(lines);
+  try {
+    read_data(file.path, reader());
+    ADD_FAILURE() << "accepted";
+  } catch (const Error& error) {
+    EXPECT_THAT(error.what(), ::testing::HasSubstr("line 10001: is past the 10000 tasks"));
   }
 }
 
