@@ -98,9 +98,7 @@ void validate(const BenchFlags& flags) {
   for (const int count : flags.sequences) {
     require(count >= 1 && count <= 64, "--sequences must be 1 to 64");
   }
-  if (flags.resume && (flags.json.empty() || flags.json == "-")) {
-    throw Error(ErrorCode::usage, "--resume completes the report of --json FILE; give that, too");
-  }
+  require_resumable(flags.resume, flags.json);
 }
 
 std::vector<Bus> buses_of(const BenchFlags& flags) {

@@ -13,6 +13,7 @@
 #include "sluice/version.h"
 #include "tools/commands.h"
 #include "tools/eval_data.h"
+#include "tools/eval_parts.h"
 #include "tools/eval_report.h"
 #include "tools/eval_runner.h"
 #include "tools/flags.h"
@@ -20,6 +21,7 @@
 #include "tools/output.h"
 #include "tools/plan_flag.h"
 #include "tools/policy_help.h"
+#include "tools/run_record.h"
 #include "tools/void_flags.h"
 
 namespace sluice::tools {
@@ -37,6 +39,7 @@ struct EvalFlags {
   std::string dense_kv_type;
   std::string json;
   bool force = false;
+  bool resume = false;
 };
 
 // "needle, multikey, ... or repetition"
@@ -106,9 +109,18 @@ std::vector<DataSet> data_of(const EvalFlags& flags, const Engine& engine) {
 
 // A task and what makes its passages, which are long: only those of one task are in memory.
 struct Work {
+  Task task = Task::needle;
+  std::string data;
   TaskOptions options;
-  std::function<TaskInput()> input;
+  std::function<TaskInput()> input;  // called once at most
 };
+
+// The members of a report's result that identify it.
+nlohmann::json key_of(const Work& work) {
+  nlohmann::json key = {{"task", to_string(work.task)}, {"context", work.options.context}};
+  if (!work.data.empty()) key["data"] = work.data;
+  return key;
+}
 
 std::vector<Work> work_of_data(const EvalFlags& flags, const Engine& engine) {
   std::vector<Work> work;
@@ -118,7 +130,7 @@ std::vector<Work> work_of_data(const EvalFlags& flags, const Engine& engine) {
     options.context = sets[i].context;
     const auto input = std::make_shared<TaskInput>(
         TaskInput{sets[i].task, flags.data[i], sets[i].context, std::move(sets[i].passages)});
-    work.push_back({options, [input] { return std::move(*input); }});
+    work.push_back({input->task, input->data, options, [input] { return std::move(*input); }});
   }
   return work;
 }
@@ -135,7 +147,7 @@ std::vector<Work> work_of_text(const EvalFlags& flags, const Engine& engine,
                                                           engine.encode_prompt(""), text, options);
     for (const Task task : tasks) {
       for (int round = 0; round < options.rounds; ++round) builder->build(task, round);
-      work.push_back({options, [=] { return input_of(*builder, task, options); }});
+      work.push_back({task, {}, options, [=] { return input_of(*builder, task, options); }});
     }
   }
   return work;
@@ -145,8 +157,51 @@ std::string void_notes(const EvalFlags& flags, const std::vector<Task>& tasks) {
   return flags.data.empty() ? void_in_tasks(flags.options, tasks) : void_with_data(flags.options);
 }
 
+// The members of a report before its results.
+nlohmann::json head_of(const EvalFlags& flags, const Engine& exact,
+                       const std::vector<NamedPolicy>& policies) {
+  nlohmann::json run = run_record(flags.model, flags.text, flags.data);
+  // A preset may have been calibrated since.
+  for (const NamedPolicy& policy : policies) run["policies"].push_back(to_string(policy.policy));
+  return {{"schema", "sluice-eval-1"},
+          {"run", run},
+          {"version", kVersion},
+          {"model", flags.model.model},
+          {"text", flags.text},
+          {"data", flags.data},
+          {"seed", flags.options.seed},
+          {"rounds", flags.options.rounds},
+          {"needles", flags.options.needles},
+          {"digits", flags.options.digits},
+          {"tokens", flags.options.tokens},
+          {"step_tokens", flags.options.step_tokens},
+          {"kv_dtype", flags.model.kv_dtype},
+          {"dense_kv_dtype", to_string(exact.info().kv.rows)},
+          {"device_memory", flags.model.device_memory}};
+}
+
+// A result of the report. Passages that an earlier run measured are not measured again.
+nlohmann::json measure(Engine& engine, Engine& exact, const Work& work,
+                       const std::vector<NamedPolicy>& policies, GrowingReport& report,
+                       ProgressBar& bar) {
+  const nlohmann::json key = key_of(work);
+  PassageLog log;
+  for (const nlohmann::json& part : report.parts(key)) {
+    log.done.push_back(part_of(part, policies.size() + 1));
+  }
+  log.add = [&](const PassageResults& passage) { report.add_part(key, part_json(passage)); };
+  engine.load_weights();
+  exact.load_weights();
+  const TaskResult result = run_task(
+      engine, exact, work.input(), work.options, policies, Sessions::own,
+      [&](double share, const std::string& note) { bar.update(share, note); }, log);
+  bar.clear();
+  return eval_json(result, engine.info().kv);
+}
+
 int run(const EvalFlags& flags) {
   validate(flags);
+  require_resumable(flags.resume, flags.json);
   require_writable(flags.json, flags.model.model, flags.text, flags.force);
   for (const std::string& file : flags.data) {
     require_writable(flags.json, flags.model.model, file, flags.force);
@@ -171,35 +226,19 @@ int run(const EvalFlags& flags) {
     static_cast<void>(engine.plan(SessionOptions{longest, {policy.policy}, 1}));
   }
   print_error(void_on_device(flags.model, plan.on_device) + void_notes(flags, tasks));
-  engine.load_weights();
-  if (exact) exact->load_weights();
-
-  nlohmann::json results = nlohmann::json::array();
+  GrowingReport report(
+      flags.json, flags.force, flags.resume,
+      flags.json.empty() ? nlohmann::json() : head_of(flags, exact ? *exact : engine, policies));
   ProgressBar bar("eval");
   for (const Work& work : all) {
-    const TaskResult result = run_task(
-        engine, exact ? *exact : engine, work.input(), work.options, policies, Sessions::own,
-        [&](double share, const std::string& note) { bar.update(share, note); });
-    bar.clear();
-    results.push_back(eval_json(result, engine.info().kv));
-    print_beside_report(flags.json, eval_table(results.back()) + "\n");
+    if (const nlohmann::json* const finished = report.find(key_of(work))) {
+      print_beside_report(flags.json, eval_table(*finished) + "\n");
+      continue;
+    }
+    report.add(measure(engine, exact ? *exact : engine, work, policies, report, bar));
+    print_beside_report(flags.json, eval_table(report.results().back()) + "\n");
   }
-  if (flags.json.empty()) return 0;
-  const nlohmann::json root = {
-      {"version", kVersion},
-      {"model", flags.model.model},
-      {"text", flags.text},
-      {"seed", flags.options.seed},
-      {"rounds", flags.options.rounds},
-      {"needles", flags.options.needles},
-      {"digits", flags.options.digits},
-      {"tokens", flags.options.tokens},
-      {"step_tokens", flags.options.step_tokens},
-      {"kv_dtype", flags.model.kv_dtype},
-      {"dense_kv_dtype", to_string((exact ? *exact : engine).info().kv.rows)},
-      {"device_memory", flags.model.device_memory},
-      {"results", results}};
-  write_report(flags.json, flags.force, report_text(root));
+  report.finish();
   return 0;
 }
 
@@ -252,7 +291,10 @@ Command add_eval(CLI::App& app) {
               "of what is hidden and where, and of what drift draws")
       ->capture_default_str();
   auto* json = app.add_option("--json", flags->json,
-                              "write every number to this file, - for standard output");
+                              "write every number to this file, as soon as it is known; - for "
+                              "standard output");
+  app.add_flag("--resume", flags->resume,
+               "go on where the report at --json ends, which the same command wrote");
   add_force(app, flags->force, "--json")->needs(json);
   add_plan_flag(app, flags->model);
   return [flags, length] {

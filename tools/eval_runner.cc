@@ -5,6 +5,7 @@
 #include <iterator>
 #include <utility>
 
+#include "sluice/errors.h"
 #include "sluice/scorer.h"
 
 namespace sluice::tools {
@@ -147,7 +148,7 @@ void ask(const Run& run, Session& session, std::size_t round, std::size_t policy
 
 // The results of one group behind one passage go to `results`, which has one per policy.
 void run_group(const Run& run, std::size_t round, const Group& group,
-               std::vector<Baseline>& baselines, std::vector<PassageResult>& results,
+               std::vector<Baseline>& baselines, PassageResults& results,
                const GroupProgress& progress) {
   Session session = run.engines.of(group.front()).new_session(run.session_of(group));
   const Clock::time_point start = Clock::now();
@@ -166,7 +167,7 @@ void run_group(const Run& run, std::size_t round, const Group& group,
   }
 }
 
-void add(const std::vector<PassageResult>& passage, std::vector<PolicyResult>& policies) {
+void add(const PassageResults& passage, std::vector<PolicyResult>& policies) {
   for (std::size_t i = 0; i < policies.size(); ++i) {
     PolicyResult& sum = policies[i];
     sum.probes.insert(sum.probes.end(), passage[i].probes.begin(), passage[i].probes.end());
@@ -188,16 +189,20 @@ TaskInput input_of(const PassageBuilder& builder, Task task, const TaskOptions& 
 
 TaskResult run_task(Engine& engine, Engine& exact, const TaskInput& input,
                     const TaskOptions& options, const std::vector<NamedPolicy>& policies,
-                    Sessions sessions, const EvalProgress& progress) {
+                    Sessions sessions, const EvalProgress& progress, const PassageLog& log) {
   Run run = {{engine, exact}, input, options, {{"dense", Policy()}}, {}};
   run.policies.insert(run.policies.end(), policies.begin(), policies.end());
   run.groups = groups_of(run.policies, sessions);
   TaskResult result = {input.task, input.data, input.context, planned(run)};
+  if (log.done.size() > input.passages.size()) {
+    throw Error(ErrorCode::corrupt, "the report has more passages than --resume has left to do");
+  }
+  for (const PassageResults& passage : log.done) add(passage, result.policies);
   const auto steps = static_cast<double>(input.passages.size() * run.policies.size());
-  double done = 0.0;
-  for (std::size_t round = 0; round < input.passages.size(); ++round) {
+  auto done = static_cast<double>(log.done.size() * run.policies.size());
+  for (std::size_t round = log.done.size(); round < input.passages.size(); ++round) {
     std::vector<Baseline> baselines(input.passages[round].probes.size());
-    std::vector<PassageResult> passage(run.policies.size());
+    PassageResults passage(run.policies.size());
     for (const Group& group : run.groups) {
       run_group(run, round, group, baselines, passage, [&](double share, const std::string& what) {
         progress((done + share) / steps, std::string(to_string(input.task)) + ", " +
@@ -206,6 +211,7 @@ TaskResult run_task(Engine& engine, Engine& exact, const TaskInput& input,
       done += static_cast<double>(group.size());
     }
     add(passage, result.policies);
+    if (log.add) log.add(passage);
   }
   return result;
 }

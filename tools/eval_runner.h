@@ -56,6 +56,15 @@ struct TaskResult {
   std::vector<PolicyResult> policies;  // the first is dense
 };
 
+// All policies behind one passage, dense first.
+using PassageResults = std::vector<PassageResult>;
+
+// The measured passages of a task, in their order.
+struct PassageLog {
+  std::vector<PassageResults> done;                // by an earlier run; not measured again
+  std::function<void(const PassageResults&)> add;  // called with each one measured, if set
+};
+
 // Called with the share done, 0 to 1, and a note on the current work.
 using EvalProgress = std::function<void(double share, const std::string& note)>;
 
@@ -70,9 +79,9 @@ enum class Sessions : std::uint8_t {
 // If `exact` is another engine than `engine`, it keeps rows in another format. Every policy answers
 // after a dense prefill (or its own, if it has one) of the same passages. Answers depend on
 // `sessions` only by rounding. Throws Error{memory} if a cap does not hold one of the plans, before
-// anything is read.
+// anything is read, and Error{corrupt} if `log` has more passages than there are.
 TaskResult run_task(Engine& engine, Engine& exact, const TaskInput& input,
                     const TaskOptions& options, const std::vector<NamedPolicy>& policies,
-                    Sessions sessions, const EvalProgress& progress);
+                    Sessions sessions, const EvalProgress& progress, const PassageLog& log = {});
 
 }  // namespace sluice::tools

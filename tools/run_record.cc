@@ -4,6 +4,7 @@
 #include <array>
 #include <cstdint>
 #include <cstdio>
+#include <cstring>
 #include <ctime>
 #include <filesystem>
 #include <fstream>
@@ -27,6 +28,8 @@ namespace sluice::tools {
 namespace {
 
 constexpr std::uint64_t kMostReport = std::uint64_t{256} << 20;
+constexpr std::size_t kMostParts = std::size_t{64} << 20;
+constexpr int kWriteShare = 19;  // time between two writes of parts, as a multiple of a write
 
 nlohmann::json machine_of(const std::string& device) {
   const Topology topology = detect_topology();
@@ -53,17 +56,23 @@ std::string checksum_text(const std::string& bytes) {
   return hex(checksum_of(std::as_bytes(std::span(bytes))));
 }
 
+std::string checksum_of_file(const std::string& path) {
+  return checksum_text(read_text_file(path, kMaxTextBytes));
+}
+
 nlohmann::json checksums_of(const std::vector<std::string>& files) {
   nlohmann::json checksums = nlohmann::json::array();
-  for (const std::string& file : files) {
-    checksums.push_back(checksum_text(read_text_file(file, kMaxTextBytes)));
-  }
+  for (const std::string& file : files) checksums.push_back(checksum_of_file(file));
   return checksums;
 }
 
+std::string dump(const nlohmann::json& json) {
+  return json.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+}
+
 // Tells a report that was edited or cut.
-std::string checksum_of_results(const nlohmann::json& results) {
-  return checksum_text(results.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace));
+std::string checksum_of_results(const nlohmann::json& results, const nlohmann::json& unfinished) {
+  return checksum_text(dump(results) + (unfinished.is_null() ? "" : dump(unfinished)));
 }
 
 std::string utc_now() {
@@ -106,10 +115,8 @@ std::string line_of(const std::vector<std::string>& arguments) {
 }
 
 // Text that two runs must share, from their records; a missing member is empty.
-std::string shared_text(const nlohmann::json& record, const char* name) {
-  return record.contains(name)
-             ? record[name].dump(-1, ' ', false, nlohmann::json::error_handler_t::replace)
-             : "";
+std::string shared_text(const nlohmann::json& record, const std::string& name) {
+  return record.contains(name) ? dump(record[name]) : "";
 }
 
 void require_same_run(const std::string& path, const nlohmann::json& before,
@@ -123,12 +130,15 @@ void require_same_run(const std::string& path, const nlohmann::json& before,
     }
     refuse(path, "is the report of another command (" + in_quotes(line_of(arguments)) + ")");
   }
-  for (const char* const name : {"version", "commit", "machine", "checkpoint", "scorers", "text"}) {
+  for (const char* const what :
+       {"another version", "another commit", "another machine", "another checkpoint",
+        "other scorers", "another text", "other data", "another plan", "other policies"}) {
+    const std::string name = std::strchr(what, ' ') + 1;
     const std::string own = shared_text(now, name);
     const std::string other = shared_text(before, name);
     if (own == other) continue;
-    refuse(path, "is the report of another " + std::string(name) + " (" + in_quotes(other) +
-                     ", not " + in_quotes(own) + ")");
+    refuse(path, "is the report of " + std::string(what) + " (" + in_quotes(other) + ", not " +
+                     in_quotes(own) + ")");
   }
 }
 
@@ -147,23 +157,33 @@ std::vector<std::string> command_arguments() {
   return arguments;
 }
 
-nlohmann::json run_record(const ModelFlags& model, const std::string& text) {
+nlohmann::json run_record(const ModelFlags& model, const std::string& text,
+                          const std::vector<std::string>& data) {
   const std::string_view commit = source_commit();
-  return {{"version", kVersion},
-          {"commit", commit.empty() ? nlohmann::json() : nlohmann::json(commit)},
-          {"command", essential(command_arguments())},
-          {"device", model.device},
-          {"machine", machine_of(model.device)},
-          {"checkpoint", hex(fingerprint_of(Checkpoint::open(model.model)))},
-          {"scorers", checksums_of(model.scorers)},
-          {"text", checksum_text(read_text_file(text, kMaxTextBytes))},
-          {"start", utc_now()}};
+  nlohmann::json record = {
+      {"version", kVersion},
+      {"commit", commit.empty() ? nlohmann::json() : nlohmann::json(commit)},
+      {"command", essential(command_arguments())},
+      {"device", model.device},
+      {"machine", machine_of(model.device)},
+      {"checkpoint", hex(fingerprint_of(Checkpoint::open(model.model)))},
+      {"scorers", checksums_of(model.scorers)},
+      {"text", text.empty() ? nlohmann::json() : nlohmann::json(checksum_of_file(text))},
+      {"start", utc_now()}};
+  if (!data.empty()) record["data"] = checksums_of(data);
+  if (!model.plan.empty()) record["plan"] = checksum_of_file(model.plan);
+  return record;
+}
+
+void require_resumable(bool resumes, const std::string& path) {
+  if (!resumes || (!path.empty() && path != "-")) return;
+  throw Error(ErrorCode::usage, "--resume completes the report of --json FILE; give that, too");
 }
 
 GrowingReport::GrowingReport(std::string path, bool force, bool resumes, nlohmann::json head)
     : path_(std::move(path)), force_(force), head_(std::move(head)) {
   std::error_code ignored;
-  if (!resumes || path_.empty() || path_ == "-" || !std::filesystem::exists(path_, ignored)) return;
+  if (!resumes || !grows() || !std::filesystem::exists(path_, ignored)) return;
   const nlohmann::json before = read_json_file(path_, kMostReport);
   if (!before.is_object() || !before.contains("run") || !before["run"].is_object() ||
       !before.contains("results") || !before["results"].is_array()) {
@@ -173,13 +193,20 @@ GrowingReport::GrowingReport(std::string path, bool force, bool resumes, nlohman
                     "another file");
   }
   require_same_run(path_, before["run"], head_["run"]);
-  if (before.value("checksum", nlohmann::json()) != checksum_of_results(before["results"])) {
+  const nlohmann::json unfinished = before.value("unfinished", nlohmann::json());
+  if (before.value("checksum", nlohmann::json()) !=
+      checksum_of_results(before["results"], unfinished)) {
     throw Error(ErrorCode::corrupt, path_ +
                                         ": its results were changed after they were written; "
                                         "leave out --resume to measure them again");
   }
   head_["run"]["start"] = before["run"].value("start", "");
   results_ = before["results"];
+  if (!unfinished.is_object() || !unfinished.contains("key") || !unfinished.contains("parts")) {
+    return;
+  }
+  unfinished_ = unfinished;
+  part_bytes_ = dump(unfinished_).size();
 }
 
 const nlohmann::json* GrowingReport::find(const nlohmann::json& key) const {
@@ -194,7 +221,29 @@ const nlohmann::json* GrowingReport::find(const nlohmann::json& key) const {
 
 void GrowingReport::add(nlohmann::json result) {
   results_.push_back(std::move(result));
-  if (!path_.empty() && path_ != "-") write();
+  unfinished_ = nullptr;
+  if (grows()) write();
+}
+
+nlohmann::json GrowingReport::parts(const nlohmann::json& key) const {
+  const bool has_some = !unfinished_.is_null() && unfinished_["key"] == key;
+  return has_some ? unfinished_["parts"] : nlohmann::json::array();
+}
+
+void GrowingReport::add_part(const nlohmann::json& key, nlohmann::json part) {
+  if (!grows()) return;
+  if (unfinished_.is_null() || unfinished_["key"] != key) {
+    unfinished_ = {{"key", key}, {"parts", nlohmann::json::array()}};
+    part_bytes_ = 0;
+  }
+  part_bytes_ += dump(part).size();
+  if (part_bytes_ > kMostParts) return;
+  unfinished_["parts"].push_back(std::move(part));
+  const auto begin = std::chrono::steady_clock::now();
+  if (begin < next_write_) return;
+  write();
+  const auto end = std::chrono::steady_clock::now();
+  next_write_ = end + kWriteShare * (end - begin);
 }
 
 void GrowingReport::finish() const {
@@ -203,8 +252,10 @@ void GrowingReport::finish() const {
 
 void GrowingReport::write() const {
   nlohmann::json report = head_;
+  report["run"]["end"] = utc_now();
   report["results"] = results_;
-  report["checksum"] = checksum_of_results(results_);
+  if (!unfinished_.is_null()) report["unfinished"] = unfinished_;
+  report["checksum"] = checksum_of_results(results_, unfinished_);
   write_report(path_, force_, report_text(report));
 }
 

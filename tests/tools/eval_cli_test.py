@@ -2,12 +2,14 @@
 
 import copy
 import json
+import os
 import re
 import shutil
 import string
 import subprocess
 import sys
 import tempfile
+import time
 import unittest
 from collections import Counter
 from pathlib import Path
@@ -404,6 +406,112 @@ class Data(unittest.TestCase):
                 path.unlink()
             subprocess.run([sys.executable, copy_of / "make_tasks.py"], check=True)
             self.assertEqual({p.name: p.read_bytes() for p in copy_of.glob("*.jsonl")}, before)
+
+
+class Resume(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.report = Path(folder.name) / "eval.json"
+        self.data = Path(folder.name) / "tasks.jsonl"
+        shutil.copy(TASKS_OF_FILES / "ruler.jsonl", self.data)
+        self.flags = ["eval", "--model", MODEL, "--data", self.data, "--data",
+                      TASKS_OF_FILES / "longbench.jsonl", "--tokens", 4,
+                      "--policy", "streaming recent=64", "--json", self.report]  # fmt: skip
+
+    def interrupted(self, holds):
+        """The report with which a run is killed: the first that `holds`."""
+        command = [os.environ["SLUICE_BINARY"], *map(str, self.flags)]
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+            while process.poll() is None:
+                report = json.loads(self.report.read_text()) if self.report.exists() else {}
+                if report and holds(report):
+                    process.kill()
+                    return report
+                time.sleep(0.005)
+        self.fail("it ended before")
+
+    def results(self, report):
+        """Without what differs from run to run."""
+        results = copy.deepcopy(report["results"])
+        for policy in (policy for result in results for policy in result["policies"]):
+            for name in ("prompt_seconds", "answer_seconds"):
+                self.assertGreater(policy.pop(name), 0)
+            del policy["plan"]["program_bytes"], policy["plan"]["process_bytes"]
+        return results
+
+    def test_goes_on_where_it_ended(self):
+        begun = self.interrupted(lambda report: "unfinished" in report)
+        self.assertIn(len(begun["unfinished"]["parts"]), (1, 2))
+        further = self.interrupted(lambda report: report["results"])  # begins anew
+        first = further["results"][0]
+        done = sluice(*self.flags, "--resume")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        whole = json.loads(self.report.read_text())
+        self.assertEqual(whole["results"][0], first)  # its seconds, too
+        self.assertEqual([result["task"] for result in whole["results"]], ["ruler", "longbench"])
+        self.assertNotIn("unfinished", whole)
+        # The tables of both, though one was finished before.
+        self.assertEqual(done.stdout.count("3 probes per policy"), 2)
+        self.assertEqual(whole["schema"], "sluice-eval-1")
+        self.assertEqual(whole["run"]["start"], further["run"]["start"])
+        self.assertLessEqual(whole["run"]["start"], whole["run"]["end"])
+        self.assertGreater(whole["run"]["machine"]["cores"], 0)
+        self.assertIn("streaming recent=64", whole["run"]["command"])
+        # From the first passages on, and with the same numbers.
+        self.report.write_text(json.dumps(begun))
+        self.assertEqual(sluice(*self.flags, "--resume").returncode, 0)
+        resumed = json.loads(self.report.read_text())
+        self.assertEqual(self.results(resumed), self.results(whole))
+        self.assertEqual(resumed["run"]["start"], begun["run"]["start"])
+        # A second time there is nothing to do.
+        before = self.report.read_bytes()
+        again = sluice(*self.flags, "--resume")
+        self.assertEqual((again.returncode, again.stdout), (0, done.stdout))
+        self.assertEqual(self.report.read_bytes(), before)
+        self.check_refusals(resumed)
+
+    def check_refusals(self, whole):
+        def refused(code, words, text, *more):
+            self.report.write_text(text)
+            done = sluice(*self.flags, *more, "--resume")
+            self.assertEqual(done.returncode, code, done.stderr)
+            self.assertEqual(done.stderr.count("\n"), 1, done.stderr)
+            self.assertIn(words, done.stderr)
+            self.assertEqual(self.report.read_text(), text)
+
+        text = json.dumps(whole)
+        refused(2, "of another command", text, "--step-tokens", 2)
+        for name, words in (("commit", "another commit"), ("version", "another version"),
+                            ("checkpoint", "another checkpoint"), ("machine", "another machine"),
+                            ("policies", "other policies")):  # fmt: skip
+            changed = json.loads(text)
+            changed["run"][name] = "x"
+            refused(2, words, json.dumps(changed))
+        changed = json.loads(text)
+        changed["results"][0]["policies"][0]["kl"] = 1
+        refused(4, "were changed", json.dumps(changed))
+        refused(4, "eval.json", text[: len(text) // 2])
+        refused(4, "can complete", '{"written_by": "sluice 0.1.0"}')
+        self.data.write_text(self.data.read_text() + "\n")
+        refused(2, "other data", text)
+
+    def test_resume_needs_a_report(self):
+        for flags in (("--resume",), ("--resume", "--json", "-")):
+            done = sluice("eval", "--model", MODEL, "--text", BOOK, *flags)
+            self.assertEqual(done.returncode, 2, done.stderr)
+            self.assertIn("--json FILE", done.stderr)
+
+    def test_of_a_text(self):
+        self.flags = ["eval", "--model", MODEL, "--text", BOOK, "--length", 300, "--rounds", 2,
+                      "--needles", 2, "--task", "needle", "--tokens", 8, "--task", "drift",
+                      "--policy", "streaming", "--json", self.report]  # fmt: skip
+        begun = self.interrupted(lambda report: "unfinished" in report)
+        self.assertEqual(sluice(*self.flags, "--resume").returncode, 0)
+        resumed = json.loads(self.report.read_text())
+        self.assertEqual(sluice(*self.flags).returncode, 0)
+        whole = json.loads(self.report.read_text())
+        self.assertEqual(self.results(resumed), self.results(whole))
 
 
 class Calibrate(unittest.TestCase):
