@@ -34,6 +34,7 @@ class Axis(NamedTuple):
 
 
 RECALL = Axis("recall", lambda p: p["recall"]["mean"], lambda p: p["recall"]["standard_error"])
+SCORE = Axis("score", lambda p: p["score"]["mean"], lambda p: p["score"]["standard_error"])
 KL = Axis("KL divergence from dense, nats per token", lambda p: p["kl"], lambda p: 0.0)
 AXES = {
     "perplexity": Axis(
@@ -50,8 +51,9 @@ AXES = {
 
 
 def axis_of(result: dict[str, Any]) -> Axis:
-    asked = "recall" in result["policies"][0]
-    return AXES.get(result["task"], RECALL if asked else KL)
+    dense = result["policies"][0]
+    otherwise = RECALL if "recall" in dense else SCORE if "score" in dense else KL
+    return AXES.get(result["task"], otherwise)
 
 
 def transferred(policy: dict[str, Any]) -> float:
@@ -88,7 +90,8 @@ def draw(axes: Any, result: dict[str, Any]) -> None:
     axes.set_xscale("log")
     axes.set_xlabel(label_of(result))
     axes.set_ylabel(axis.label)
-    axes.set_title(f"{result['task']}, {result['context']} tokens")
+    source = f"{Path(result['data']).name}, up to " if "data" in result else ""
+    axes.set_title(f"{result['task']}, {source}{result['context']} tokens")
     axes.grid(alpha=0.3)
 
 
