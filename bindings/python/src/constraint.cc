@@ -43,7 +43,8 @@ std::optional<Constraint> constraint_of(const std::shared_ptr<PyConstraint>& fro
 
 void bind_constraint(nb::module_& module, nb::class_<PyEngine>& engine) {
   nb::class_<PyConstraint>(module, "Constraint",
-                           "What the text of an answer has to be; see Engine.constraint.");
+                           "What the text of an answer has to be; see Engine.constraint.")
+      .def_prop_ro("engine", [](const PyConstraint& self) { return self.engine; });
   engine.def("constraint", &compile, nb::kw_only(), nb::arg("json_schema") = nb::none(),
              nb::arg("regex") = nb::none(), nb::arg("grammar") = nb::none(),
              nb::arg("json_object") = false,
