@@ -98,7 +98,7 @@ class Scorer(unittest.TestCase):
         copy.write_bytes((SCORERS / "signs.so").read_bytes() + b"another build")
         done = bench(copy, [policy], "--json", self.report, "--resume")
         self.assertEqual(done.returncode, 2, done.stderr)
-        self.assertIn("another scorers", done.stderr)
+        self.assertIn("other scorers", done.stderr)
 
 
 if __name__ == "__main__":
