@@ -27,6 +27,19 @@ function(sluice_settings target)
   endif()
 endfunction()
 
+# Compiles neighbouring sources of a target as one: most of the time goes into headers, which they
+# then share. Their anonymous namespaces share their names.
+function(sluice_unity target)
+  if(NOT SLUICE_UNITY)
+    return()
+  endif()
+  set_target_properties(${target} PROPERTIES UNITY_BUILD ON)
+  if(CMAKE_CXX_COMPILER_ID STREQUAL GNU)
+    # Warnings of what neighbours have in common; the preset debug sees those of one source.
+    target_compile_options(${target} PRIVATE -Wno-subobject-linkage -Wno-shadow -Wshadow=local)
+  endif()
+endfunction()
+
 # sluice_folder(NAME SOURCES... ): the library of one folder of the project.
 function(sluice_folder name)
   add_library(sluice_${name} STATIC ${ARGN})
@@ -35,15 +48,6 @@ function(sluice_folder name)
     PUBLIC $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/lib/include>
            $<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>
     PRIVATE ${PROJECT_SOURCE_DIR})
-  # Most of the time goes into headers, which sources that are compiled together share. Anonymous
-  # namespaces of neighbours then share their names.
-  if(SLUICE_UNITY)
-    set_target_properties(sluice_${name} PROPERTIES UNITY_BUILD ON)
-    if(CMAKE_CXX_COMPILER_ID STREQUAL GNU)
-      # Warnings of what neighbours have in common; the preset debug sees those of one source.
-      target_compile_options(sluice_${name} PRIVATE -Wno-subobject-linkage -Wno-shadow
-                             -Wshadow=local)
-    endif()
-  endif()
+  sluice_unity(sluice_${name})
   set_property(GLOBAL APPEND PROPERTY SLUICE_FOLDERS sluice_${name})
 endfunction()

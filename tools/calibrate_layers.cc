@@ -16,7 +16,7 @@ namespace {
 constexpr int kMostChecks = 5;  // measurements of a whole plan
 
 // The rows and bits that a layer may keep.
-struct Choice {
+struct LayerChoice {
   std::int64_t rows = 0;  // per KV head
   int value_bits = 2;
   int key_bits = 3;
@@ -32,16 +32,16 @@ struct Price {
 };
 
 struct Measured {
-  Choice choice;
+  LayerChoice choice;
   Price price;
   double kl = 0.0;  // nats per token, with only this layer sparse
 };
 
-using Layer = std::vector<Measured>;    // a layer's choices, the most expensive (dense) last
-using Plan = std::vector<std::size_t>;  // index of each layer's choice
+using Layer = std::vector<Measured>;         // a layer's choices, the most expensive (dense) last
+using LayerPlan = std::vector<std::size_t>;  // index of each layer's choice
 
-std::vector<Choice> choices_of(const LayerChoices& choices) {
-  std::vector<Choice> all;
+std::vector<LayerChoice> choices_of(const LayerChoices& choices) {
+  std::vector<LayerChoice> all;
   for (const std::int64_t rows : choices.rows) {
     for (const int value_bits : choices.value_bits) {
       for (const int key_bits : choices.key_bits)
@@ -52,12 +52,12 @@ std::vector<Choice> choices_of(const LayerChoices& choices) {
 }
 
 // "rows/value bits/key bits" of a choice that is not dense.
-std::string name_of(const Choice& choice) {
+std::string name_of(const LayerChoice& choice) {
   return std::to_string(choice.rows) + "/" + std::to_string(choice.value_bits) + "/" +
          std::to_string(choice.key_bits);
 }
 
-void apply(const Choice& choice, int layer, Policy& policy) {
+void apply(const LayerChoice& choice, int layer, Policy& policy) {
   if (choice.dense) {
     policy.dense_layers.push_back(layer);
     return;
@@ -75,7 +75,7 @@ void apply(const Choice& choice, int layer, Policy& policy) {
   if (own != LayerSettings{}) policy.layers[layer] = own;
 }
 
-Policy policy_of(const std::vector<Layer>& layers, const Plan& plan) {
+Policy policy_of(const std::vector<Layer>& layers, const LayerPlan& plan) {
   Policy policy = parse_policy("values");
   for (std::size_t i = 0; i < plan.size(); ++i) {
     apply(layers[i][plan[i]].choice, static_cast<int>(i), policy);
@@ -84,15 +84,15 @@ Policy policy_of(const std::vector<Layer>& layers, const Plan& plan) {
 }
 
 // A policy with this choice in one layer and all other layers dense.
-Policy alone(const Choice& choice, int layer, int layers) {
+Policy alone(const LayerChoice& choice, int layer, int layers) {
   Policy policy = parse_policy("values");
   for (int other = 0; other < layers; ++other) {
-    apply(other == layer ? choice : Choice{0, 0, 0, true}, other, policy);
+    apply(other == layer ? choice : LayerChoice{0, 0, 0, true}, other, policy);
   }
   return policy;
 }
 
-Price price_of(const Engine& engine, const Choice& choice, const Policy& policy,
+Price price_of(const Engine& engine, const LayerChoice& choice, const Policy& policy,
                std::int64_t context, Saving saving) {
   const KvShape& shape = engine.info().kv;
   const std::int64_t rows = choice.dense ? context : choice.rows;
@@ -119,10 +119,10 @@ TaskResult measure(Engine& engine, const PassageBuilder& passages, const TaskOpt
 std::vector<Layer> measure_layers(Engine& engine, const PassageBuilder& passages,
                                   const TaskOptions& options, const LayerChoices& choices) {
   const int count = engine.info().kv.layers;
-  const std::vector<Choice> all = choices_of(choices);
+  const std::vector<LayerChoice> all = choices_of(choices);
   std::vector<NamedPolicy> policies;
   for (int layer = 0; layer < count; ++layer) {
-    for (const Choice& choice : all) policies.push_back({"", alone(choice, layer, count)});
+    for (const LayerChoice& choice : all) policies.push_back({"", alone(choice, layer, count)});
   }
   // A shared session is enough because only losses are compared, and they do not depend on the
   // plan.
@@ -132,13 +132,13 @@ std::vector<Layer> measure_layers(Engine& engine, const PassageBuilder& passages
   std::size_t next = 0;
   for (int layer = 0; layer < count; ++layer) {
     Layer& measured = layers[static_cast<std::size_t>(layer)];
-    for (const Choice& choice : all) {
+    for (const LayerChoice& choice : all) {
       measured.push_back(
           {choice, price_of(engine, choice, policies[next].policy, options.context, choices.saving),
            score_of(result.policies[next + 1], result.policies.front()).kl});
       ++next;
     }
-    const Choice dense{0, 0, 0, true};
+    const LayerChoice dense{0, 0, 0, true};
     measured.push_back(
         {dense, price_of(engine, dense, parse_policy("dense"), options.context, choices.saving),
          0.0});
@@ -146,7 +146,7 @@ std::vector<Layer> measure_layers(Engine& engine, const PassageBuilder& passages
   return layers;
 }
 
-double loss_of(const std::vector<Layer>& layers, const Plan& plan) {
+double loss_of(const std::vector<Layer>& layers, const LayerPlan& plan) {
   double loss = 0.0;
   for (std::size_t i = 0; i < plan.size(); ++i) loss += layers[i][plan[i]].kl;
   return loss;
@@ -155,8 +155,8 @@ double loss_of(const std::vector<Layer>& layers, const Plan& plan) {
 // Starts with the cheapest choice of every layer and takes, step by step, the change that removes
 // the most loss per byte, until the sum of losses is at most `loss`. Bytes are those that are saved
 // first.
-Plan cheapest(const std::vector<Layer>& layers, double loss) {
-  Plan plan;
+LayerPlan cheapest(const std::vector<Layer>& layers, double loss) {
+  LayerPlan plan;
   for (const Layer& layer : layers) {
     const auto by_price = [](const Measured& a, const Measured& b) { return a.price < b.price; };
     plan.push_back(static_cast<std::size_t>(std::min_element(layer.begin(), layer.end(), by_price) -
@@ -188,13 +188,13 @@ Plan cheapest(const std::vector<Layer>& layers, double loss) {
 
 // A plan and its measurement as a whole, beside the preset.
 struct Checked {
-  Plan plan;
+  LayerPlan plan;
   TaskResult result;
   double kl = 0.0;
 };
 
 Checked check_whole(Engine& engine, const PassageBuilder& passages, const TaskOptions& options,
-                    const std::vector<Layer>& layers, const Plan& plan) {
+                    const std::vector<Layer>& layers, const LayerPlan& plan) {
   const std::vector<NamedPolicy> policies = {{"calibrated", policy_of(layers, plan)},
                                              {"values", parse_policy("values")}};
   TaskOptions one_by_one = options;  // because tokens that share a step share bytes
@@ -205,7 +205,7 @@ Checked check_whole(Engine& engine, const PassageBuilder& passages, const TaskOp
   return checked;
 }
 
-std::string table_of(const std::vector<Layer>& layers, const Plan& plan) {
+std::string table_of(const std::vector<Layer>& layers, const LayerPlan& plan) {
   std::array<char, 64> text{};
   std::string table =
       "KL(dense || policy) x 1000 with only that layer sparse, by rows/bits of "
@@ -238,7 +238,7 @@ std::string table_of(const std::vector<Layer>& layers, const Plan& plan) {
 
 // One choice of one layer. A dense layer has no index, so no bits.
 nlohmann::json choice_json(const Measured& measured, Saving saving) {
-  const Choice& choice = measured.choice;
+  const LayerChoice& choice = measured.choice;
   const bool by_bus = saving == Saving::bus;
   nlohmann::json entry = {{"dense", choice.dense},
                           {"kl", measured.kl},
@@ -290,7 +290,7 @@ Calibration calibrate_layers(Engine& engine, const PassageBuilder& passages,
   std::optional<Checked> best;
   double allowed = choices.loss;
   for (int check = 0; check < kMostChecks; ++check) {
-    const Plan plan = cheapest(layers, allowed);
+    const LayerPlan plan = cheapest(layers, allowed);
     if (best && plan == best->plan) break;
     Checked checked = check_whole(engine, passages, options, layers, plan);
     // The loss of the whole differs from the sum over layers, so the next limit is scaled by the

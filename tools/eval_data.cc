@@ -28,7 +28,7 @@ constexpr std::array<FormInfo, 3> kForms = {
 
 const FormInfo& info_of(Form form) { return kForms.at(static_cast<std::size_t>(form)); }
 
-[[noreturn]] void refuse(const std::string& place, const std::string& why) {
+[[noreturn]] void refuse_line(const std::string& place, const std::string& why) {
   throw Error(ErrorCode::prompt, place + ": " + why);
 }
 
@@ -42,7 +42,8 @@ std::string label_of(Form form) {
 // Errors of the parser are those of a corrupt file; here a line of the user's is wrong.
 nlohmann::json parse(std::string_view line, const std::string& place) {
   if (const auto at = find_invalid_utf8(line)) {
-    refuse(place, "is not UTF-8 from byte " + std::to_string(*at + 1) + " on; convert the file");
+    refuse_line(place,
+                "is not UTF-8 from byte " + std::to_string(*at + 1) + " on; convert the file");
   }
   try {
     return parse_json(std::string(line), place, "give one JSON object per line");
@@ -56,22 +57,22 @@ Form form_of(const nlohmann::json& object, const std::string& place) {
   for (const FormInfo& info : kForms) {
     if (!object.contains(info.field)) continue;
     if (found) {
-      refuse(place, "has both " + name_of(info_of(*found).field) + " and " + name_of(info.field) +
-                        "; they tell the form, so give one of them");
+      refuse_line(place, "has both " + name_of(info_of(*found).field) + " and " +
+                             name_of(info.field) + "; they tell the form, so give one of them");
     }
     found = info.form;
   }
   if (found) return *found;
-  refuse(place,
-         "has neither 'outputs' (as RULER's files), 'answers' (LongBench's) nor 'text' (plain "
-         "text); give one of them");
+  refuse_line(place,
+              "has neither 'outputs' (as RULER's files), 'answers' (LongBench's) nor 'text' (plain "
+              "text); give one of them");
 }
 
 std::string text_of(const nlohmann::json& object, const char* field, const std::string& place) {
   const auto at = object.find(field);
-  if (at == object.end()) refuse(place, name_of(field) + " is missing; give a string");
+  if (at == object.end()) refuse_line(place, name_of(field) + " is missing; give a string");
   if (!at->is_string()) {
-    refuse(place, name_of(field) + " is of the type " + at->type_name() + "; give a string");
+    refuse_line(place, name_of(field) + " is of the type " + at->type_name() + "; give a string");
   }
   return at->get<std::string>();
 }
@@ -79,7 +80,7 @@ std::string text_of(const nlohmann::json& object, const char* field, const std::
 std::string filled_text_of(const nlohmann::json& object, const char* field,
                            const std::string& place) {
   std::string text = text_of(object, field, place);
-  if (text.empty()) refuse(place, name_of(field) + " is empty; give text");
+  if (text.empty()) refuse_line(place, name_of(field) + " is empty; give text");
   return text;
 }
 
@@ -87,15 +88,16 @@ std::vector<std::string> texts_of(const nlohmann::json& object, const char* fiel
                                   const std::string& place) {
   const nlohmann::json& list = object.at(field);
   if (!list.is_array()) {
-    refuse(place,
-           name_of(field) + " is of the type " + list.type_name() + "; give a list of strings");
+    refuse_line(
+        place, name_of(field) + " is of the type " + list.type_name() + "; give a list of strings");
   }
-  if (list.empty()) refuse(place, name_of(field) + " is an empty list; give at least one string");
+  if (list.empty())
+    refuse_line(place, name_of(field) + " is an empty list; give at least one string");
   std::vector<std::string> texts;
   for (const nlohmann::json& text : list) {
     if (!text.is_string()) {
-      refuse(place, name_of(field) + " has an item of the type " + text.type_name() +
-                        "; give strings only");
+      refuse_line(place, name_of(field) + " has an item of the type " + text.type_name() +
+                             "; give strings only");
     }
     texts.push_back(text.get<std::string>());
   }
@@ -107,7 +109,7 @@ DataLine ruler_line(const nlohmann::json& object, const std::string& place) {
                    filled_text_of(object, "input", place),
                    {Metric::matches, texts_of(object, "outputs", place)}};
   if (std::ranges::find(line.reference.texts, "") != line.reference.texts.end()) {
-    refuse(place, "'outputs' has an empty string, which stands in every answer; leave it out");
+    refuse_line(place, "'outputs' has an empty string, which stands in every answer; leave it out");
   }
   return line;
 }
@@ -119,7 +121,7 @@ DataLine longbench_line(const nlohmann::json& object, const std::string& place) 
                    context + (input.empty() ? "" : "\n\n" + input),
                    {Metric::f1, texts_of(object, "answers", place)}};
   if (std::ranges::none_of(line.reference.texts, has_words)) {
-    refuse(place, "'answers' has no word that could be compared; give an answer with one");
+    refuse_line(place, "'answers' has no word that could be compared; give an answer with one");
   }
   return line;
 }
@@ -133,8 +135,9 @@ void require_fits(const DataReader& reader, Form form, std::int64_t own, std::in
   if (reader.most == 0 || all <= reader.most) return;
   const std::string answer =
       all > own ? ", and --tokens leaves " + std::to_string(all - own) + " for the answer" : "";
-  refuse(place, std::string(info_of(form).prompt) + " " + tokens_text(own) + answer + ", but " +
-                    reader.limit + " " + std::to_string(reader.most) + "; shorten it");
+  refuse_line(place, std::string(info_of(form).prompt) + " " + tokens_text(own) + answer +
+                         ", but " + reader.limit + " " + std::to_string(reader.most) +
+                         "; shorten it");
 }
 
 // All of a prompt but its last token is the context, so that every policy reads it as `generate`
@@ -143,8 +146,8 @@ Passage question_of(const DataReader& reader, DataLine line, std::vector<TokenId
                     const std::string& place) {
   const std::int64_t size = std::ssize(tokens);
   if (size < 2) {
-    refuse(place,
-           std::string(info_of(line.form).prompt) + " " + tokens_text(size) + "; give at least 2");
+    refuse_line(place, std::string(info_of(line.form).prompt) + " " + tokens_text(size) +
+                           "; give at least 2");
   }
   require_fits(reader, line.form, size, size + reader.tokens, place);
   Turn turn;
@@ -164,9 +167,9 @@ Passage continuation_of(const DataReader& reader, std::vector<TokenId> tokens,
   const std::int64_t size = std::ssize(tokens);
   const std::int64_t least = std::ssize(reader.prefix) + reader.tokens + 2;
   if (size < least) {
-    refuse(place, "'text' has " + tokens_text(size) + ", but --tokens " +
-                      std::to_string(reader.tokens) + " needs at least " + std::to_string(least) +
-                      "; give a longer text or fewer --tokens");
+    refuse_line(place, "'text' has " + tokens_text(size) + ", but --tokens " +
+                           std::to_string(reader.tokens) + " needs at least " +
+                           std::to_string(least) + "; give a longer text or fewer --tokens");
   }
   require_fits(reader, Form::text, size, size, place);
   const auto split = tokens.end() - reader.tokens - 1;
@@ -203,7 +206,8 @@ std::int64_t length_of(const Passage& passage) {
 DataLine parse_data_line(std::string_view line, const std::string& place) {
   const nlohmann::json object = parse(line, place);
   if (!object.is_object()) {
-    refuse(place, std::string("is of the type ") + object.type_name() + "; give a JSON object");
+    refuse_line(place,
+                std::string("is of the type ") + object.type_name() + "; give a JSON object");
   }
   switch (form_of(object, place)) {
     case Form::ruler:
@@ -228,13 +232,14 @@ DataSet read_data(const std::string& path, const DataReader& reader) {
     const std::string place = path + ": line " + std::to_string(++number);
     if (line.find_first_not_of(" \t\r") == std::string_view::npos) continue;
     if (set.passages.size() == kMaxDataLines) {
-      refuse(place, "is past the " + std::to_string(kMaxDataLines) +
-                        " tasks that a file may have; split it");
+      refuse_line(place, "is past the " + std::to_string(kMaxDataLines) +
+                             " tasks that a file may have; split it");
     }
     DataLine data = parse_data_line(line, place);
     if (form.value_or(data.form) != data.form) {
-      refuse(place, "has the form of " + label_of(data.form) + ", the lines before have that of " +
-                        label_of(*form) + "; give each form a file of its own");
+      refuse_line(place, "has the form of " + label_of(data.form) +
+                             ", the lines before have that of " + label_of(*form) +
+                             "; give each form a file of its own");
     }
     form = data.form;
     set.passages.push_back(passage_of(reader, std::move(data), place));

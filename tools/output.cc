@@ -85,7 +85,7 @@ bool is_in_checkpoint(const std::filesystem::path& file, const std::filesystem::
   });
 }
 
-void require_writable(const std::string& path) {
+void require_permission(const std::string& path) {
   struct stat status {};
   if (::stat(path.c_str(), &status) == 0) {
     errno = EISDIR;
@@ -200,7 +200,7 @@ void require_writable(const std::string& path, const std::string& model, const s
             "would overwrite it; choose another file");
   }
   if (!force && stream_into(path) == nullptr) require_may_become_report(path);
-  require_writable(path);
+  require_permission(path);
 }
 
 void write_report(const std::string& path, bool force, const std::string& text) {

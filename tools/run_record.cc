@@ -66,13 +66,13 @@ nlohmann::json checksums_of(const std::vector<std::string>& files) {
   return checksums;
 }
 
-std::string dump(const nlohmann::json& json) {
+std::string json_text(const nlohmann::json& json) {
   return json.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
 }
 
 // Tells a report that was edited or cut.
 std::string checksum_of_results(const nlohmann::json& results, const nlohmann::json& unfinished) {
-  return checksum_text(dump(results) + (unfinished.is_null() ? "" : dump(unfinished)));
+  return checksum_text(json_text(results) + (unfinished.is_null() ? "" : json_text(unfinished)));
 }
 
 std::string utc_now() {
@@ -110,13 +110,13 @@ std::string line_of(const std::vector<std::string>& arguments) {
   return line;
 }
 
-[[noreturn]] void refuse(const std::string& path, const std::string& why) {
+[[noreturn]] void refuse_report(const std::string& path, const std::string& why) {
   throw Error(ErrorCode::usage, path + ": " + why + "; leave out --resume, or choose another file");
 }
 
 // Text that two runs must share, from their records; a missing member is empty.
 std::string shared_text(const nlohmann::json& record, const std::string& name) {
-  return record.contains(name) ? dump(record[name]) : "";
+  return record.contains(name) ? json_text(record[name]) : "";
 }
 
 void require_same_run(const std::string& path, const nlohmann::json& before,
@@ -128,7 +128,7 @@ void require_same_run(const std::string& path, const nlohmann::json& before,
         if (argument.is_string()) arguments.push_back(argument.get<std::string>());
       }
     }
-    refuse(path, "is the report of another command (" + in_quotes(line_of(arguments)) + ")");
+    refuse_report(path, "is the report of another command (" + in_quotes(line_of(arguments)) + ")");
   }
   for (const char* const what :
        {"another version", "another commit", "another machine", "another checkpoint",
@@ -137,8 +137,8 @@ void require_same_run(const std::string& path, const nlohmann::json& before,
     const std::string own = shared_text(now, name);
     const std::string other = shared_text(before, name);
     if (own == other) continue;
-    refuse(path, "is the report of " + std::string(what) + " (" + in_quotes(other) + ", not " +
-                     in_quotes(own) + ")");
+    refuse_report(path, "is the report of " + std::string(what) + " (" + in_quotes(other) +
+                            ", not " + in_quotes(own) + ")");
   }
 }
 
@@ -206,7 +206,7 @@ GrowingReport::GrowingReport(std::string path, bool force, bool resumes, nlohman
     return;
   }
   unfinished_ = unfinished;
-  part_bytes_ = dump(unfinished_).size();
+  part_bytes_ = json_text(unfinished_).size();
 }
 
 const nlohmann::json* GrowingReport::find(const nlohmann::json& key) const {
@@ -236,7 +236,7 @@ void GrowingReport::add_part(const nlohmann::json& key, nlohmann::json part) {
     unfinished_ = {{"key", key}, {"parts", nlohmann::json::array()}};
     part_bytes_ = 0;
   }
-  part_bytes_ += dump(part).size();
+  part_bytes_ += json_text(part).size();
   if (part_bytes_ > kMostParts) return;
   unfinished_["parts"].push_back(std::move(part));
   const auto begin = std::chrono::steady_clock::now();
