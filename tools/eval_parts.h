@@ -12,7 +12,7 @@ namespace sluice::tools {
 // with the same report whether it was interrupted or not.
 nlohmann::json part_json(const PassageResults& passage);
 
-// Throws Error{corrupt} unless part_json() could have written it for so many `policies`.
+// Throws Error{corrupt} unless part_json() could have written it for a task of `policies` policies.
 PassageResults part_of(const nlohmann::json& part, std::size_t policies);
 
 }  // namespace sluice::tools

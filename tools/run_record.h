@@ -44,12 +44,12 @@ class GrowingReport {
 
   // The finished result that has all members of `key`; null if there is none.
   const nlohmann::json* find(const nlohmann::json& key) const;
-  // Adds a whole result, in place of its parts.
+  // Adds a whole result, which replaces its parts.
   void add(nlohmann::json result);
   // The parts of the unfinished result of this key; an empty array without any.
   nlohmann::json parts(const nlohmann::json& key) const;
-  // Adds a part of the result of this key, in place of those of another. Writes at most a twentieth
-  // of the time, because each time it writes everything, and no more parts than 64 MiB of them.
+  // Adds a part of the result of this key, which replaces those of another. Every write writes the
+  // whole file, so writing takes at most a twentieth of the time, and parts take at most 64 MiB.
   void add_part(const nlohmann::json& key, nlohmann::json part);
   const nlohmann::json& results() const { return results_; }
   // Prints the report at "-".

@@ -1,7 +1,7 @@
-// Calls of the C interface, one a line: its name, then numbers and words, "-" for what is left out.
-// A handle is the number of the object in the order of their making, freed ones included, or of one
-// that was never made. Every call returns a code of sluice.h, has a message of one line unless it
-// returns SLUICE_OK, and writes nothing beyond the caller's buffers; in the end all is freed.
+// Calls of the C interface, one on each line: its name, then numbers and words; "-" leaves one out.
+// Objects are numbered in the order in which they are made; numbers of freed objects, and of
+// objects that were never made, are handles, too. Every call returns a code of sluice.h, with a
+// message of one line unless that is SLUICE_OK, and writes only to the caller's buffers.
 #include <algorithm>
 #include <array>
 #include <charconv>
@@ -32,7 +32,7 @@ class Words {
     rest_.remove_prefix(end);
     return word;
   }
-  // 0 for what is no number.
+  // 0 if the word is not a number.
   std::int64_t number() {
     const std::string_view digits = word();
     std::int64_t value = 0;
@@ -64,7 +64,7 @@ class Words {
   std::vector<std::unique_ptr<std::string>> texts_;
 };
 
-// A caller's buffer of which a call may use the first `capacity` elements.
+// A caller's buffer. A call may use its first `capacity` elements.
 template <typename T>
 class Buffer {
  public:
