@@ -71,7 +71,8 @@ TEST_F(BatcherText, EndsBeforeAStopString) {
   }
 }
 
-// Stop strings are compared with the special tokens, of which the model need not have all.
+// A tokenizer may have special tokens that the model does not. Stop strings are compared with those
+// that it has.
 TEST(BatcherTextOfAChatModel, StopsWhereTheTokenizerHasMoreTokensThanTheModel) {
   const testing::ChatCheckpoint checkpoint(testing::ChatCheckpoint::format("chatml"));
   EngineConfig config;

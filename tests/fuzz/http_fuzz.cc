@@ -151,7 +151,7 @@ int status_of(std::string_view response) {
   return status;
 }
 
-// `is_all`: the client says that it sends nothing more, after which the library does not answer.
+// `is_all`: the client closes its side; the HTTP library then does not answer.
 std::string response_to(const Server& server, std::string_view bytes, bool is_all) {
   const Connection connection(server.port());
   connection.send(bytes);
