@@ -10,6 +10,8 @@ SluiceCache run as under "sdpa". A cache holds one sequence: batches, beams, pad
 are refused.
 """
 
+import contextlib
+
 import torch
 import transformers
 from transformers.cache_utils import DynamicCache, DynamicLayer
@@ -24,6 +26,7 @@ from . import KvCache, PromptError, UsageError
 
 __all__ = ["SluiceCache"]
 
+DEFAULT_STREAM = 1  # cudaStreamLegacy; torch writes 0 for it
 ROWS = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
 
@@ -104,6 +107,7 @@ class SluiceCache(DynamicCache):
         self.chunk = chunk
         self.kv = None  # made when the first keys tell its shape
         self.sequence = None
+        self._stream = None  # the CUDA stream in whose order `kv` computes
         self._step = None
         self._appended = set()
         self._attended = set()
@@ -138,8 +142,9 @@ class SluiceCache(DynamicCache):
             self._step = None
         if self._step is None:
             self._begin(keys.shape[2])
-        self._ready(keys)
-        self._step.append(layer.index, rows_of(keys), rows_of(values))
+        keys, values = rows_of(keys), rows_of(values)
+        with self._in_order(keys):
+            self._step.append(layer.index, keys, values)
         self._appended.add(layer.index)
 
     def attend(self, layer, query, scaling):
@@ -149,8 +154,9 @@ class SluiceCache(DynamicCache):
             query = query * (scaling / usual)
         tokens, heads, head_dim = query.shape[2], query.shape[1], query.shape[3]
         out = torch.empty((tokens, heads, head_dim), dtype=query.dtype, device=query.device)
-        self._ready(query)
-        self._step.attend(layer.index, rows_of(query), out)
+        rows = rows_of(query)
+        with self._in_order(rows):
+            self._step.attend(layer.index, rows, out)
         self._attended.add(layer.index)
         if len(self._attended) == len(self._layers):
             step, self._step = self._step, None
@@ -173,6 +179,9 @@ class SluiceCache(DynamicCache):
         settings = dict(self._settings)
         settings["rows"] = settings["rows"] or ROWS[keys.dtype]
         settings.setdefault("device", str(keys.device))
+        if keys.is_cuda and settings["device"].startswith("cuda"):
+            self._stream = torch.cuda.current_stream(keys.device)
+            settings["stream"] = self._stream.cuda_stream or DEFAULT_STREAM
         self.kv = KvCache(
             layers=len(self._layers),
             query_heads=keys.shape[1] * self._group,
@@ -202,10 +211,16 @@ class SluiceCache(DynamicCache):
         self._attended.clear()
         self._step = self.sequence.begin_step(phase, tokens)
 
-    def _ready(self, tensor):
-        # The cache computes on a stream of its own.
-        if tensor.is_cuda:
-            torch.cuda.current_stream(tensor.device).synchronize()
+    @contextlib.contextmanager
+    def _in_order(self, tensor):
+        """Orders what the cache computes before and after the work of torch's current stream."""
+        current = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
+        if self._stream is None or current == self._stream:
+            yield
+            return
+        self._stream.wait_stream(current)
+        yield
+        current.wait_stream(self._stream)
 
 
 def rows_of(tensor):

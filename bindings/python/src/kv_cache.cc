@@ -113,7 +113,8 @@ std::shared_ptr<PyCache> open_cache(
     std::int64_t tokens, int decode_batch, const std::vector<std::string>& policies,
     std::optional<double> scale, std::optional<std::uint64_t> device_memory,
     std::optional<std::uint64_t> host_memory, std::optional<std::uint64_t> row_cache,
-    const std::vector<std::filesystem::path>& disk, std::optional<std::uint64_t> disk_bytes) {
+    const std::vector<std::filesystem::path>& disk, std::optional<std::uint64_t> disk_bytes,
+    std::uintptr_t stream) {
   KvConfig config;
   config.shape = {layers, query_heads, kv_heads, head_dim, DType::bf16};
   if (rows == "f32") config.shape.rows = DType::f32;
@@ -121,6 +122,7 @@ std::shared_ptr<PyCache> open_cache(
   if (rows != "f32" && rows != "f16" && rows != "bf16") refuse("`rows` is bf16, f16 or f32");
   config.context = context;
   config.device = device;
+  config.stream = reinterpret_cast<void*>(stream);  // NOLINT(performance-no-int-to-ptr)
   config.threads = threads;
   config.chunk = chunk;
   config.sequences = sequences;
@@ -247,7 +249,10 @@ void bind_kv_cache(nb::module_& module) {
            nb::arg("device_memory") = nb::none(), nb::arg("host_memory") = nb::none(),
            nb::arg("row_cache") = nb::none(),
            nb::arg("disk") = std::vector<std::filesystem::path>(),
-           nb::arg("disk_bytes") = nb::none(), Unlocked())
+           nb::arg("disk_bytes") = nb::none(), nb::arg("stream") = 0, Unlocked(),
+           "`stream` is a cudaStream_t as a number, 1 for CUDA's default stream. The cache then "
+           "computes in its order: arrays on the GPU need not be ready when they are passed, and "
+           "only end() waits. 0: the cache has a stream of its own, and every call waits.")
       .def(
           "new_sequence",
           [](const std::shared_ptr<PyCache>& self) {
