@@ -23,6 +23,7 @@ nanobind_version=3.1.0
 numpy_version=2.4.6
 torch_version=2.15.0
 transformers_version=5.17.0
+accelerate_version=1.15.0 # for tensor parallelism
 # From version 22 on clang-tidy skips other projects' headers and takes half the time of Debian's
 # 19.
 clang_tidy_version=22.1.8
@@ -104,7 +105,8 @@ main() {
         wanted+=("${python_packages[@]}")
         modules+=("nanobind==$nanobind_version" "numpy==$numpy_version")
         ;;&
-      --transformers) modules+=("transformers==$transformers_version" "torch==$torch_version") ;;
+      --transformers) modules+=("transformers==$transformers_version" "torch==$torch_version"
+          "accelerate==$accelerate_version") ;;
       --python) ;;
       *) fail "unknown argument '$argument'; usage: scripts/setup.sh [--lint] [--python | --transformers]" ;;
     esac

@@ -4,8 +4,13 @@ is not installed.
     transformers_test.py MODEL [unittest's arguments]
 """
 
+import importlib.util
+import json
+import subprocess
 import sys
+import tempfile
 import unittest
+from pathlib import Path
 
 try:
     import torch
@@ -146,6 +151,76 @@ class Bundled(Case):
                 self.model.generate(self.prompt[:, :9], num_beams=3, **how).tolist(),
             ])  # fmt: skip
         self.assertEqual(answers[0], answers[1])
+
+
+@unittest.skipUnless(torch.cuda.is_available(), "no GPU that torch can use")
+class OnAGpu(Case):
+    @classmethod
+    def setUpClass(cls):
+        cls.model = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.bfloat16)
+        cls.model.to("cuda")
+        cls.prompt = torch.tensor([sluice.Engine(MODEL).encode(TEXT)], device="cuda")
+
+    def logits(self, stream=None, **options):
+        """Of the last tokens, each fed by itself."""
+        self.model.set_attn_implementation("sluice")
+        cache = SluiceCache(self.model.config, context=4096, chunk=1024, **options)
+        known = self.prompt.shape[1] - 16
+        with torch.no_grad(), torch.cuda.stream(stream):
+            for piece in self.prompt[:, :known].split(1024, dim=1):
+                self.model(piece, past_key_values=cache)
+            steps = [self.model(token, past_key_values=cache).logits[0, -1]
+                     for token in self.prompt[:, known:].split(1, dim=1)]  # fmt: skip
+            return torch.stack(steps).float(), cache
+
+    def expected(self):
+        self.model.set_attn_implementation("sdpa")
+        with torch.no_grad():
+            return self.model(self.prompt).logits[0, -16:].float()
+
+    def test_dense_is_near_sdpa(self):
+        for options in ({}, {"device_memory": 8 << 20}):
+            logits, cache = self.logits(policies=["dense"], **options)
+            torch.testing.assert_close(logits, self.expected(), atol=0.3, rtol=0)
+            totals = cache.ledger()["decode"]["totals"]
+            self.assertEqual("miss" in {t["cause"] for t in totals}, bool(options))
+
+    def test_another_stream_waits_for_the_cache(self):
+        alone, _ = self.logits(policies=["values"])
+        beside, cache = self.logits(torch.cuda.Stream(), policies=["values"])
+        torch.testing.assert_close(beside, alone, atol=0, rtol=0)
+        # The cache stays in the order of the stream that it began with.
+        with torch.no_grad():
+            cache.crop(-1)
+            again = self.model(self.prompt[:, -1:], past_key_values=cache).logits[0, -1]
+        torch.testing.assert_close(again.float(), alone[-1], atol=0, rtol=0)
+
+
+@unittest.skipUnless(importlib.util.find_spec("accelerate"), "transformers' tp_plan needs accelerate")
+class TensorParallel(unittest.TestCase):
+    """Every process has its KV heads, of the model and of the cache."""
+
+    def report(self, *command):
+        root = Path(__file__).resolve().parents[2]
+        script = [root / "bench" / "peers" / "transformers_cache.py", MODEL]
+        with tempfile.NamedTemporaryFile() as file:
+            flags = ["--text", root / "data" / "war-and-peace.txt", "--tokens", 500, "--steps", 4,
+                     "--device", "cpu", "--cache", "resident", "values", "--json", file.name]  # fmt: skip
+            done = subprocess.run([sys.executable, *map(str, [*command, *script, *flags])],
+                                  capture_output=True, text=True, timeout=300)  # fmt: skip
+            self.assertEqual(done.returncode, 0, done.stderr)
+            return json.loads(Path(file.name).read_text())
+
+    def test_two_processes_say_what_one_says(self):
+        one = self.report()
+        two = self.report("-m", "torch.distributed.run", "--nproc-per-node", 2)
+        self.assertEqual((one["devices"], two["devices"]), (1, 2))
+        for alone, part in zip(one["results"], two["results"], strict=True):
+            self.assertEqual(part["likeliest"], alone["likeliest"])
+        halves = [2 * part["bytes_per_token"]["host -> host"] for part in two["results"][1:]]
+        self.assertEqual(len(halves), 1)
+        whole = one["results"][1]["bytes_per_token"]["host -> host"]
+        self.assertLess(abs(halves[0] - whole), 0.05 * whole)
 
 
 class Architectures(Case):
