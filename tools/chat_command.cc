@@ -20,6 +20,7 @@
 #include "tools/output.h"
 #include "tools/plan_flag.h"
 #include "tools/policy_help.h"
+#include "tools/prompt_reading.h"
 #include "tools/saved_session_flags.h"
 #include "tools/speculation.h"
 #include "tools/void_flags.h"
@@ -149,16 +150,14 @@ class Talk {
   }
 
   void answer(std::string question) {
-    std::optional<ProgressBar> bar("prefill");
+    std::optional<PromptProgress> bar;
+    bar.emplace();
     GenerateOptions options;
     options.sampling = flags_->generation.sampling;
     options.interrupt = [] { return interrupted().load(); };
     speculation_->use(options);
     options.on_prefill = [&](std::int64_t done, std::int64_t total) {
-      if (total > kBarTokens && done < total) {
-        bar->update(static_cast<double>(done) / static_cast<double>(total),
-                    std::to_string(done) + " of " + std::to_string(total) + " tokens");
-      }
+      if (total > kBarTokens && done < total) bar->update(done, total);
       if (done == total) bar.reset();
       return true;
     };

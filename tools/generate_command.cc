@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -23,6 +24,7 @@
 #include "tools/plan_flag.h"
 #include "tools/policy_help.h"
 #include "tools/prompt.h"
+#include "tools/prompt_reading.h"
 #include "tools/saved_session_flags.h"
 #include "tools/speculation.h"
 #include "tools/void_flags.h"
@@ -92,10 +94,37 @@ std::string bos_note(const Engine& engine, const GenerateFlags& flags,
       "--bos always puts it");
 }
 
+// True if `prompt` has the tokens of a saved session and then those that it has not read.
+bool is_same_prompt(std::span<const TokenId> prompt, std::span<const TokenId> read,
+                    std::span<const TokenId> unread) {
+  return prompt.size() == read.size() + unread.size() &&
+         std::ranges::equal(prompt.first(read.size()), read) &&
+         std::ranges::equal(prompt.last(unread.size()), unread);
+}
+
+// The rest of a saved prompt; `text` is empty or the whole prompt once more.
+Prompt encode_rest(const Engine& engine, const SavedSession& saved, std::vector<TokenId> unread,
+                   const std::string& text) {
+  if (!text.empty()) {
+    std::vector<TokenId> whole = engine.encode_prompt("");
+    const std::vector<TokenId> body = engine.tokenizer().encode(text);
+    whole.insert(whole.end(), body.begin(), body.end());
+    if (!is_same_prompt(whole, saved.tokens, unread)) {
+      throw Error(
+          ErrorCode::prompt,
+          "the saved session has a prompt that is not read to its end, and this is another; "
+          "give --prompt '' to read the rest of it");
+    }
+  }
+  return {std::move(unread), {}};
+}
+
 // The text that goes on from a saved one.
 Prompt encode_after(const Engine& engine, const SavedSession& saved, const std::string& text) {
+  SavedText before = saved_text_of(saved.note);
+  if (!before.unread.empty()) return encode_rest(engine, saved, std::move(before.unread), text);
   std::vector<TokenId> ids;
-  if (const std::optional<TokenId> pending = pending_of(saved.note)) ids.push_back(*pending);
+  if (before.pending) ids.push_back(*before.pending);
   if (ids.empty() && text.empty()) {
     throw Error(ErrorCode::prompt,
                 "the saved text came to its end, and the prompt is empty; give some text");
@@ -197,10 +226,35 @@ void write_json(const GenerateFlags& flags, const nlohmann::json& report, const 
                [&](const TextSink& to) { write_report_text(report, longer, to); });
 }
 
-GenerateResult run_model(const GenerateFlags& flags, const Engine& engine, Session& session,
-                         const Prompt& prompt, const std::optional<Constraint>& constraint,
-                         Speculation& speculation, std::optional<Spool>& steps) {
-  std::optional<ProgressBar> bar("prefill");
+// An answer, and what of the prompt the session does not have because it was interrupted.
+struct Generated {
+  GenerateResult result;
+  std::span<const TokenId> unread;
+};
+
+Generated run_model(const GenerateFlags& flags, const Engine& engine, Session& session,
+                    const Prompt& prompt, const std::optional<Constraint>& constraint,
+                    Speculation& speculation, std::optional<Spool>& steps) {
+  const auto total = std::ssize(prompt.ids);
+  const std::int64_t before = session.length();
+  std::optional<PromptProgress> bar;
+  bar.emplace();
+  const Progress progress = [&](std::int64_t done, std::int64_t of) {
+    bar->update(total - of + done, total);
+    if (done == of) {
+      bar.reset();
+      flag_interrupt();  // from here on an interrupt keeps the text
+    }
+    return true;
+  };
+  const Stop stops = [] { return interrupted().load(); };
+  const PromptParts parts = read_in_parts(
+      flags.saved, session, prompt.ids,
+      [&](std::int64_t done, std::int64_t) {
+        bar->update(done, total);
+        return true;
+      },
+      stops);
   GenerateOptions options;
   options.sampling = flags.generation.sampling;
   options.end_tokens = prompt.end_tokens;
@@ -208,16 +262,8 @@ GenerateResult run_model(const GenerateFlags& flags, const Engine& engine, Sessi
   options.ignore_eos = flags.ignore_eos;
   options.constraint = constraint;
   speculation.use(options);
-  options.interrupt = [] { return interrupted().load(); };
-  options.on_prefill = [&](std::int64_t done, std::int64_t total) {
-    bar->update(static_cast<double>(done) / static_cast<double>(total),
-                std::to_string(done) + " of " + std::to_string(total) + " tokens");
-    if (done == total) {
-      bar.reset();
-      flag_interrupt();  // from here on an interrupt keeps the text
-    }
-    return true;
-  };
+  options.interrupt = stops;
+  options.on_prefill = progress;
   std::string_view separator = "\n";
   if (steps) {
     options.on_decode = [&](const Session& at) {
@@ -228,9 +274,31 @@ GenerateResult run_model(const GenerateFlags& flags, const Engine& engine, Sessi
   options.on_text = [&](std::string_view text) {
     if (stream_text) print(text);
   };
-  GenerateResult result = generate(engine, session, prompt.ids, options);
+  Generated generated;
+  generated.result.reason = FinishReason::interrupted;
+  if (!parts.is_interrupted) {
+    generated.result = generate(engine, session, parts.unread, options);
+  }
+  add_parts(parts, prompt.ids, generated.result.timings);
   take_time();
-  return result;
+  const std::int64_t read = std::min(session.length() - before, total);
+  generated.unread = std::span(prompt.ids).last(static_cast<std::size_t>(total - read));
+  return generated;
+}
+
+// Saves what there is of the session.
+void save(const GenerateFlags& flags, Session& session, const Generated& generated) {
+  if (session.length() == 0) {
+    print_error("sluice: interrupted before there was anything to save\n");
+    return;
+  }
+  SavedText text = {{}, {generated.unread.begin(), generated.unread.end()}};
+  const GenerateResult& result = generated.result;
+  if (result.reason != FinishReason::end_of_text) text.pending = result.pending;
+  session.save(flags.saved.save, note_of(text));
+  if (flags.quiet) return;
+  print_error("saved    " + std::to_string(session.length()) + " tokens in " +
+              one_line(flags.saved.save) + "\n");
 }
 
 void write_trace(const GenerateFlags& flags, const Trace& trace) {
@@ -291,14 +359,23 @@ int run(const GenerateFlags& flags, bool prompt_given) {
   const std::string& policy = planned ? planned->policy : generation.policy;
   const Choice choice = choose_session(engine, policy, std::move(wanted));
   const SessionOptions& options = choice.options;
+  if (flags.saved.every > 0 && options.policies.front().prefill.tau > 0.0) {
+    throw Error(ErrorCode::usage, "--save-every: prefill=zipvl reads a prompt as a whole");
+  }
   const Plan plan = engine.plan(options);
   if (!flags.quiet) print_error(plan_text(engine, plan, choice) + "\n");
   print_error(void_flags(flags, engine, plan, choice, prompt));
   const Loading loading = load(engine);
   Session session =
       saved ? engine.load_session(flags.saved.load, options) : engine.new_session(options);
-  const GenerateResult result =
+  if (!flags.saved.save.empty()) {
+    // An interrupted prompt is saved, however long its last layer takes.
+    flag_interrupt();
+    take_time();
+  }
+  const Generated generated =
       run_model(flags, engine, session, prompt, constraint, speculation, steps);
+  const GenerateResult& result = generated.result;
   if (flags.positions && session.selection().empty()) {
     print_error(void_note({"--positions"}, "no layer selected tokens, so it lists none"));
   }
@@ -309,20 +386,18 @@ int run(const GenerateFlags& flags, bool prompt_given) {
                 selection_line(session.selection(), session.length()) +
                 rows_line(session.ledger()) + "\n" + session.ledger().to_table());
   }
-  if (!flags.saved.save.empty()) {
-    session.save(flags.saved.save, note_of(result));
-    if (!flags.quiet) {
-      print_error("saved    " + std::to_string(session.length()) + " tokens in " +
-                  one_line(flags.saved.save) + "\n");
-    }
-  }
+  if (!flags.saved.save.empty()) save(flags, session, generated);
   if (config.trace) write_trace(flags, *config.trace);
   if (!flags.json.empty()) {
     const nlohmann::json report = report_json(flags, engine, session, plan, loading, result);
     write_json(flags, report, session.ledger(), steps);
   }
   if (result.reason != FinishReason::interrupted) return 0;
-  print_error("sluice: interrupted; the text above is what was generated until then\n");
+  print_error(generated.unread.empty()
+                  ? "sluice: interrupted; the text above is what was generated until then\n"
+                  : "sluice: interrupted; " + std::to_string(generated.unread.size()) + " of " +
+                        std::to_string(prompt.ids.size()) + " tokens of the prompt were not read" +
+                        (flags.saved.save.empty() ? "" : "; --load-session reads the rest") + "\n");
   return kInterruptedExit;
 }
 
@@ -347,6 +422,7 @@ Command add_generate(CLI::App& app) {
   chat->excludes(bos);
   app.add_option("--system", flags->system, "text of the system, with --chat")->needs(chat);
   flags->saved.add_to(app, "the text that the prompt, which may be empty, goes on from");
+  flags->saved.add_every_to(app);
   app.get_option("--load-session")->excludes(bos)->excludes(chat);
   app.get_option("--save-session")->excludes(chat);
   flags->generation.add_to(app, "prompt and --max-tokens");

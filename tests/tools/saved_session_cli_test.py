@@ -1,7 +1,12 @@
 """--save-session and --load-session of `sluice generate` and `sluice chat`."""
 
 import json
+import os
+import re
+import signal
+import subprocess
 import tempfile
+import time
 import unittest
 from pathlib import Path
 
@@ -91,6 +96,75 @@ class Text(Folder):
         done = self.generate(1, load, self.saved)
         self.assertEqual(done.returncode, 4)
         self.assertEqual(done.stderr.count("\n"), 1, done.stderr)
+
+
+class Prompts(Folder):
+    """Prompts that were not read to their end."""
+
+    def setUp(self):
+        super().setUp()
+        self.book = self.folder / "book.txt"
+        self.book.write_bytes((ROOT / "data" / "war-and-peace.txt").read_bytes()[:9_000])
+        self.command = [os.environ["SLUICE_BINARY"], "generate", "-m", MODEL, "-n", "8",
+                        "--policy", "values"]  # fmt: skip
+        self.flags = ["-f", self.book, "--save-session", self.saved]
+
+    def end_by(self, number):
+        """Ends the command by a signal once it saved a part of the prompt; exit code and errors."""
+        command = [*self.command, *self.flags, "--save-every", "512"]
+        with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                              stderr=subprocess.PIPE) as process:  # fmt: skip
+            while process.poll() is None and not (self.saved / "manifest.json").exists():
+                time.sleep(0.02)
+            process.send_signal(number)
+            _, errors = process.communicate(timeout=120)
+        return process.returncode, errors.decode()
+
+    def answer(self, *flags):
+        done = sluice(*self.command[1:], "-q", *flags)
+        self.assertEqual((done.returncode, done.stderr), (0, ""))
+        return done.stdout
+
+    def test_an_interrupted_prompt_goes_on(self):
+        code, errors = self.end_by(signal.SIGINT)
+        self.assertEqual(code, 130, errors)
+        left, of = re.search(r"(\d+) of (\d+) tokens of the prompt were not read", errors).groups()
+        self.assertTrue(0 < int(left) < int(of), errors)
+        report = self.folder / "report.json"
+        whole = self.answer("-f", self.book)
+        load = ["--load-session", self.saved]
+        self.assertEqual(self.answer(*load, "-p", "", "--json", report), whole)
+        self.assertEqual(json.loads(report.read_text())["timings"]["prefill_tokens"], int(left))
+        # The same command again, which names the prompt, does the same.
+        self.assertEqual(self.answer(*load, "-f", self.book), whole)
+        done = sluice(*self.command[1:], "-q", *load, "-p", "Another prompt")
+        self.assertEqual(done.returncode, 7)
+        self.assertIn("this is another", done.stderr)
+        self.assertEqual(done.stderr.count("\n"), 1, done.stderr)
+
+    def test_a_killed_prompt_goes_on_from_its_latest_save(self):
+        code, _ = self.end_by(signal.SIGKILL)
+        self.assertEqual(code, -signal.SIGKILL)
+        report = self.folder / "report.json"
+        rest = self.answer("--load-session", self.saved, "-p", "", "--json", report)
+        self.assertEqual(rest, self.answer("-f", self.book))
+        saved = json.loads(report.read_text())["timings"]["prefill_tokens"]
+        self.assertTrue(0 < saved < len(self.book.read_bytes()) / 2, saved)
+
+    def test_saving_while_reading_changes_nothing(self):
+        short = self.folder / "short.txt"
+        short.write_bytes(self.book.read_bytes()[:4_000])
+        whole = self.answer("-f", short, "--repetition-penalty", "1.3")
+        often = self.answer("-f", short, "--repetition-penalty", "1.3", "--save-session", self.saved,
+                            "--save-every", 1)  # fmt: skip
+        self.assertEqual(often, whole)
+
+    def test_what_cannot_be_saved_in_between_is_refused(self):
+        for flags, text in ((["--policy", "zipvl"], "zipvl"), ([], "--save-session")):
+            save = self.flags if flags else self.flags[:2]
+            done = sluice(*self.command[1:6], *flags, *save, "--save-every", 512)
+            self.assertEqual(done.returncode, 2, done.stderr)
+            self.assertIn(text, done.stderr)
 
 
 class Chats(Folder):
