@@ -36,8 +36,7 @@ struct Problem {
   BatchToken token;
   std::int64_t kv_head = 0;                  // into [tokens, kv_heads]
   std::vector<std::int64_t> positions;       // positions that may be emitted
-  std::vector<bool> allowed;                 // [positions], eligible
-  std::vector<bool> forced;                  // [positions], eligible and always kept
+  std::vector<bool> forced;                  // [positions], always kept
   std::vector<std::vector<double>> weights;  // [group][positions, then the newest rows]
   bool bad = false;
 };
@@ -59,9 +58,6 @@ std::vector<double> weigh(const SelectParams& p, Problem& problem, std::int64_t 
   const std::int64_t newest =
       p.skip_newest ? 0 : problem.token.count() - problem.token.page_first();
   const std::int64_t total = static_cast<std::int64_t>(problem.positions.size()) + newest;
-  for (std::size_t i = 0; i < problem.positions.size(); ++i) {
-    if (!problem.allowed[i]) logits[i] = -INFINITY;
-  }
   const bool sane = std::all_of(logits, logits + total, [](float x) { return x < INFINITY; });
   const float highest = total > 0 ? *std::max_element(logits, logits + total) : -INFINITY;
   problem.bad = problem.bad || !sane || (total > 0 && !(highest > -INFINITY));
@@ -85,10 +81,7 @@ Problem problem_of(const SelectParams& p, std::int64_t token, int kv_head) {
   problem.kv_head = token * p.shape.kv_heads + kv_head;
   problem.positions = positions_of(p, problem);
   for (const std::int64_t at : problem.positions) {
-    const bool allowed =
-        p.eligible == nullptr || p.eligible[problem.token.sequence * p.eligible_stride + at] != 0;
-    problem.allowed.push_back(allowed);
-    problem.forced.push_back(allowed && (at < p.sinks || at >= problem.token.count() - p.recent));
+    problem.forced.push_back(at < p.sinks || at >= problem.token.count() - p.recent);
   }
   for (int g = 0; g < p.shape.group() && p.logits.data != nullptr; ++g) {
     problem.weights.push_back(weigh(p, problem, problem.kv_head * p.shape.group() + g));
@@ -136,7 +129,7 @@ void keep_share(const SelectParams& p, const Problem& problem, const std::vector
   }
   for (const std::size_t i : by_weight(weights, forced.size())) {
     if (sum >= static_cast<double>(p.p)) break;
-    if (forced[i] || !problem.allowed[i]) continue;
+    if (forced[i]) continue;
     kept[i] = true;
     sum += weights[i];
   }
@@ -146,7 +139,9 @@ void keep_share(const SelectParams& p, const Problem& problem, const std::vector
 std::vector<bool> choose(const SelectParams& p, const Problem& problem, std::int32_t& cut) {
   if (p.logits.data == nullptr) return problem.forced;
   const std::int64_t tokens = problem.token.count();
-  if (p.prune == Pruner::top_k) return heaviest(problem, problem.allowed, p.k.of(tokens));
+  if (p.prune == Pruner::top_k) {
+    return heaviest(problem, std::vector<bool>(problem.positions.size(), true), p.k.of(tokens));
+  }
   std::vector<bool> kept = problem.forced;
   for (const auto& weights : problem.weights) keep_share(p, problem, weights, kept);
   const std::int64_t cap = p.cap.of(tokens);
@@ -216,9 +211,8 @@ void column_sums(const ColumnSumsParams& p) {
           p.q + (static_cast<std::int64_t>(probe) * p.shape.query_heads + head) * p.shape.head_dim;
       std::vector<double> logits;
       for (std::int64_t t = 0; t <= p.positions[probe]; ++t) {
-        const double logit = product(q, row_of_span(rows, t, p.shape), channels) /
-                             std::sqrt(static_cast<double>(p.shape.head_dim));
-        logits.push_back(p.eligible != nullptr && p.eligible[t] == 0 ? -INFINITY : logit);
+        logits.push_back(product(q, row_of_span(rows, t, p.shape), channels) /
+                         std::sqrt(static_cast<double>(p.shape.head_dim)));
       }
       const double highest = *std::max_element(logits.begin(), logits.end());
       double total = 0.0;
@@ -257,8 +251,7 @@ void choose_tokens(const ChooseTokensParams& p) {
   std::vector<std::int32_t> before;  // [end]: positions listed before it
   std::int32_t* position = p.positions;
   for (std::int64_t t = 0; t < p.end; ++t) {
-    const bool is_listed = t >= p.first ? important[static_cast<std::size_t>(t - p.first)]
-                                        : p.eligible == nullptr || p.eligible[t] != 0;
+    const bool is_listed = t < p.first || important[static_cast<std::size_t>(t - p.first)];
     before.push_back(static_cast<std::int32_t>(position - p.positions));
     p.listed[t] = is_listed ? 1 : 0;
     if (is_listed) *position++ = static_cast<std::int32_t>(t);

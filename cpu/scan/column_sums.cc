@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <vector>
 
 #include "cpu/runtime/softmax.h"
@@ -19,13 +18,6 @@ bool add_query(const ColumnSumsParams& p, std::int64_t probe, std::int64_t query
   const ChannelList channels = all_channels(p.shape.head_dim);
   score_rows({rows.rows, count, p.shape.row_bytes(), p.shape.rows, p.shape.head_dim}, q,
              1.0f / std::sqrt(static_cast<float>(p.shape.head_dim)), channels, logits.data());
-  if (p.eligible != nullptr) {
-    for (std::int64_t t = 0; t < count; ++t) {
-      if (p.eligible[t] == 0) {
-        logits[static_cast<std::size_t>(t)] = -std::numeric_limits<float>::infinity();
-      }
-    }
-  }
   if (!softmax(logits.data(), count)) return false;
   add_to(logits.data(), count, sums.data());
   return true;

@@ -67,9 +67,7 @@ void choose_tokens(const ChooseTokensParams& p) {
       std::all_of(sums.begin(), sums.end(), [](float sum) { return std::isfinite(sum); });
   *p.bad = finite ? 0 : 1;
   if (!finite) return;
-  for (std::int64_t t = 0; t < p.first; ++t) {
-    p.listed[t] = p.eligible == nullptr || p.eligible[t] != 0 ? 1 : 0;
-  }
+  std::fill_n(p.listed, p.first, std::uint8_t{1});
   mark_important(p, sums);
   list(p);
 }

@@ -39,7 +39,6 @@ class HeadChoice {
     if (list != nullptr) listed_ = list->positions + head_ * list->capacity;
     count_ = list != nullptr ? list->heads[head_].count : token_.page_first();
     total_ = count_ + (p.skip_newest ? 0 : token_.count() - token_.page_first());
-    if (p.eligible != nullptr) eligible_ = p.eligible + token_.sequence * p.eligible_stride;
   }
 
   void run() {
@@ -70,16 +69,15 @@ class HeadChoice {
   std::int64_t position(std::size_t i) const {
     return listed_ != nullptr ? listed_[i] : static_cast<std::int64_t>(i);
   }
-  bool is_out(std::size_t i) const { return eligible_ != nullptr && eligible_[position(i)] == 0; }
   bool is_forced(std::size_t i) const {
     const std::int64_t at = position(i);
-    return (at < sinks_ || at >= recent_first_) && !is_out(i);
+    return at < sinks_ || at >= recent_first_;
   }
   float* row(int g) const {
     return p_.logits.floats() + (head_ * p_.shape.group() + g) * p_.logits.stride;
   }
 
-  // Calls body(i) for every eligible entry that is always kept.
+  // Calls body(i) for every entry that is always kept.
   void for_forced(const auto& body) const {
     if (listed_ != nullptr) {
       for (std::size_t i = 0; i < kept_.size(); ++i)
@@ -88,22 +86,14 @@ class HeadChoice {
     }
     const auto sinks = static_cast<std::size_t>(sinks_);
     const auto recent = static_cast<std::size_t>(std::clamp(recent_first_, sinks_, count_));
-    for (std::size_t i = 0; i < sinks; ++i)
-      if (!is_out(i)) body(i);
-    for (std::size_t i = std::max(recent, sinks); i < kept_.size(); ++i)
-      if (!is_out(i)) body(i);
+    for (std::size_t i = 0; i < sinks; ++i) body(i);
+    for (std::size_t i = std::max(recent, sinks); i < kept_.size(); ++i) body(i);
   }
 
   bool softmax_rows() {
     for (int g = 0; g < p_.shape.group(); ++g) {
-      float* const logits = row(g);
-      if (eligible_ != nullptr) {
-        for (std::size_t i = 0; i < kept_.size(); ++i) {
-          if (is_out(i)) logits[i] = -std::numeric_limits<float>::infinity();
-        }
-      }
       float* const lse = p_.lse != nullptr ? p_.lse + head_ * p_.shape.group() + g : nullptr;
-      if (!softmax(logits, total_, lse)) return false;
+      if (!softmax(row(g), total_, lse)) return false;
     }
     return true;
   }
@@ -135,7 +125,7 @@ class HeadChoice {
     std::vector<float> sums(kept_.size(), 0.0f);
     for (int g = 0; g < p_.shape.group(); ++g) add_to(row(g), count_, sums.data());
     for (std::size_t i = 0; i < sums.size(); ++i) {
-      if ((chosen && kept_[i] == 0) || is_out(i)) sums[i] = -1.0f;
+      if (chosen && kept_[i] == 0) sums[i] = -1.0f;
     }
     for_forced([&](std::size_t i) { sums[i] = std::numeric_limits<float>::infinity(); });
     CutWalk walk(cut_by_count(sums, count));
@@ -154,7 +144,7 @@ class HeadChoice {
     if (missing <= 0.0) return;
     CutWalk walk(cut_by_weight(free, missing));
     for (std::size_t i = 0; i < free.size(); ++i) {
-      if (free[i] >= 0.0f && walk.keeps(free[i]) && !is_out(i)) kept_[i] = 1;
+      if (free[i] >= 0.0f && walk.keeps(free[i])) kept_[i] = 1;
     }
   }
 
@@ -193,18 +183,16 @@ class HeadChoice {
   std::int64_t sinks_;
   std::int64_t recent_first_;
   const std::int32_t* listed_ = nullptr;
-  const std::uint8_t* eligible_ = nullptr;  // of the token's sequence
-  std::int64_t count_ = 0;                  // entries that may be emitted
-  std::int64_t total_ = 0;                  // entries including the tail
-  std::int64_t forced_ = 0;                 // always kept
+  std::int64_t count_ = 0;   // entries that may be emitted
+  std::int64_t total_ = 0;   // entries including the tail
+  std::int64_t forced_ = 0;  // always kept
   std::vector<std::uint8_t> kept_;
 };
 
 }  // namespace
 
 void select(const SelectParams& p, Threads& threads) {
-  check(p.logits.digest.data == nullptr || (p.candidates == nullptr && p.eligible == nullptr),
-        "a digest tells of all tokens");
+  check(p.logits.digest.data == nullptr || p.candidates == nullptr, "a digest tells of all tokens");
   const std::int64_t kv_heads = p.shape.kv_heads;
   const std::int64_t heads = p.batch.count * kv_heads;
   std::fill_n(p.selected.heads, heads, HeadSelection{});

@@ -43,17 +43,16 @@ struct Call {
   std::int32_t count = 0;  // rows
   float factor = 0.0f;     // log2(e) / sqrt(head_dim)
   HeadRows rows;
-  std::byte* staged = nullptr;             // [kv_heads, count, head_dim]: copy of the keys, or null
-  bool is_staged = false;                  // `staged` is filled
-  const std::uint8_t* eligible = nullptr;  // [count] or null
-  std::int32_t tiles = 0;                  // tiles of queries per KV head
-  std::int32_t strips = 0;                 // blocks per KV head
+  std::byte* staged = nullptr;  // [kv_heads, count, head_dim]: copy of the keys, or null
+  bool is_staged = false;       // `staged` is filled
+  std::int32_t tiles = 0;       // tiles of queries per KV head
+  std::int32_t strips = 0;      // blocks per KV head
   std::int32_t strip_keys = 0;
   uint4* fragments = nullptr;    // [kv_heads, tiles, steps, 2, kWarp]: values, rounding errors
   float2* partials = nullptr;    // [kv_heads, strips, tiles * 16]: largest log2, sum relative to it
   float* norms = nullptr;        // [kv_heads, tiles * 16]: log2 of the sum
   float* sums = nullptr;         // [kv_heads, count]
-  std::uint32_t* bad = nullptr;  // [1]: a logit was NaN, or a probe saw no key
+  std::uint32_t* bad = nullptr;  // [1]: a query's logits had NaN or +Inf, or were all -Inf
   bool is_first = false;         // false: sums and bad hold results of earlier probes
 
   __host__ __device__ std::int32_t queries() const { return tiles * kTileQueries; }
@@ -104,8 +103,7 @@ __global__ void __launch_bounds__(kThreads) lay_out(const __grid_constant__ Call
 template <int kBlocks>
 struct Keys {
   uint4 channels[2][kBlocks];
-  std::int32_t first;    // the first of this lane's columns of the logits
-  std::uint32_t usable;  // bit 2 n + i: column first + 8 n + i exists and is eligible
+  std::int32_t first;  // the first of this lane's columns of the logits
 };
 
 // Loads keys from their rows or from `staged`. If there is a `staged` that is not filled yet, it
@@ -136,14 +134,6 @@ __device__ void load_keys(const Call& call, std::int32_t head, std::int32_t firs
     }
   }
   keys.first = first + 2 * (lane % 4);
-  keys.usable = 0;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const std::int32_t key = keys.first + i / 2 * 8 + i % 2;
-    if (key < call.count && (call.eligible == nullptr || call.eligible[key] != 0)) {
-      keys.usable |= 1u << i;
-    }
-  }
 }
 
 // Logits of a tile of queries in units of log2; -Inf where a query does not see a key.
@@ -176,8 +166,7 @@ __device__ __forceinline__ void logits_of(const Call& call, const uint4* fragmen
   for (int n = 0; n < 2; ++n) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const bool visible =
-          keys.first + 8 * n + i % 2 <= sees[i / 2] && (keys.usable >> (2 * n + i % 2) & 1u) != 0;
+      const bool visible = keys.first + 8 * n + i % 2 <= sees[i / 2];
       x[n][i] = visible ? x[n][i] * call.factor : -INFINITY;
     }
   }
@@ -406,7 +395,6 @@ Call call_of(const ColumnSumsParams& p, std::int32_t first, std::int32_t heads,
   call.count = static_cast<std::int32_t>(rows[0].count);
   call.factor = kLog2E / std::sqrt(static_cast<float>(call.head_dim));
   call.rows = head_rows(rows);
-  call.eligible = p.eligible;
   const std::int64_t most_strips =
       std::max<std::int64_t>(1, 4 * launch.device->multiprocessors / call.kv_heads);
   const std::int64_t blocks = (call.count + kBlockKeys - 1) / kBlockKeys;
@@ -469,8 +457,9 @@ void sum_heads(const ColumnSumsParams& params, std::int32_t first, std::int32_t 
     call.is_staged = probe > 0 && call.staged != nullptr;
     call.tiles = (call.probes * call.group + kTileQueries - 1) / kTileQueries;
     for (std::int32_t i = 0; i < call.probes; ++i) {
-      call.positions[i] =
-          static_cast<std::int32_t>(params.positions[static_cast<std::size_t>(probe + i)]);
+      const std::int64_t position = params.positions[static_cast<std::size_t>(probe + i)];
+      check(position < call.count, "a probe beyond the rows of column_sums()");
+      call.positions[i] = static_cast<std::int32_t>(position);
     }
     dispatch_rows(params.shape.rows,
                   [&](auto element) { run_for<MathOf<decltype(element)>>(call, launch.stream); });

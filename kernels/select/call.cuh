@@ -65,9 +65,6 @@ struct SelectCall {
   std::int32_t most_forced = 0;  // most tokens that are always kept
   std::int64_t sinks = 0;
   std::int64_t recent = 0;
-  const std::uint8_t* eligible = nullptr;  // [sequences, eligible_stride] or null
-  std::int64_t eligible_stride = 0;
-  bool is_mask_aligned = false;       // every sequence's mask starts at a multiple of 8 bytes
   std::int32_t* positions = nullptr;  // [heads, capacity]
   std::int64_t capacity = 0;
   HeadSelection* heads = nullptr;  // reported [heads]
@@ -78,10 +75,6 @@ struct SelectCall {
 
   __device__ const __half* row(int head, int g) const {
     return logits + (static_cast<std::int64_t>(head) * group + g) * stride;
-  }
-  // A sequence's mask, by position; call only if there is a mask.
-  __device__ const std::uint8_t* mask(std::int32_t sequence) const {
-    return eligible + sequence * eligible_stride;
   }
   __device__ const std::int32_t* head_list(int head) const {
     return list == nullptr ? nullptr : list + head * list_capacity;
@@ -96,7 +89,6 @@ struct TokenBounds {
   std::int32_t low = 0;
   std::int32_t high = 0;
   std::int32_t keep = 0;  // k or the cap
-  std::int32_t sequence = 0;
 };
 
 __device__ __forceinline__ TokenBounds bounds_of(const SelectCall& c, int head) {
@@ -109,7 +101,6 @@ __device__ __forceinline__ TokenBounds bounds_of(const SelectCall& c, int head) 
   b.low = static_cast<std::int32_t>(min(c.sinks, first));
   b.high = max(b.low, static_cast<std::int32_t>(max(min(recent_first, first), std::int64_t{0})));
   b.keep = c.quota.of(static_cast<std::uint32_t>(token.position) + 1u);
-  b.sequence = token.sequence;
   return b;
 }
 
@@ -121,14 +112,12 @@ struct Extent {
   std::int32_t low = 0;
   std::int32_t high = 0;
   std::int32_t keep = 0;  // k or the cap
-  std::int32_t sequence = 0;
 };
 
 // Called by one whole warp, after the previous kernel has ended.
 __device__ inline Extent extent_of(const SelectCall& c, int head, const TokenBounds& token) {
   Extent e;
   e.keep = token.keep;
-  e.sequence = token.sequence;
   if (c.list != nullptr) {
     const std::int32_t count =
         *static_cast<const volatile std::int32_t*>(&c.list_heads[head].count);

@@ -28,11 +28,10 @@ struct Call {
   std::int32_t newest = 0;
   std::int32_t block = 1;
   double tau = 1.0;
-  const std::uint8_t* eligible = nullptr;  // [first] or null
-  std::uint8_t* listed = nullptr;          // [end]
-  std::int32_t* positions = nullptr;       // [end]
-  std::int32_t* seen = nullptr;            // [end - first]
-  std::int32_t* bad = nullptr;             // [1]
+  std::uint8_t* listed = nullptr;     // [end]
+  std::int32_t* positions = nullptr;  // [end]
+  std::int32_t* seen = nullptr;       // [end - first]
+  std::int32_t* bad = nullptr;        // [1]
   // In scratch.
   std::int32_t* found_bad = nullptr;  // [1]
   std::int32_t* count = nullptr;      // [1]: important tokens except the newest
@@ -134,13 +133,13 @@ __global__ void __launch_bounds__(kCountThreads)
   if (lane == 0) *call.count = end;
 }
 
-// Lists the first tokens of `order`, the newest, and the eligible ones before the prompt.
+// Lists the first tokens of `order`, the newest, and all before the prompt.
 __global__ void __launch_bounds__(kThreads)
     mark(const __grid_constant__ Call call, const std::int32_t* order) {
   const std::int32_t i = this_thread();
   if (i >= call.end) return;
   if (i < call.first) {
-    call.listed[i] = call.eligible == nullptr || call.eligible[i] != 0 ? 1 : 0;
+    call.listed[i] = 1;
     return;
   }
   const std::int32_t number = i - call.first;
@@ -223,7 +222,6 @@ Call call_of(const ChooseTokensParams& p) {
   call.newest = static_cast<std::int32_t>(std::min(p.newest, p.end - p.first));
   call.block = static_cast<std::int32_t>(std::min(p.block, kMost));
   call.tau = p.tau;
-  call.eligible = p.eligible;
   call.listed = p.listed;
   call.positions = p.positions;
   call.seen = p.seen;

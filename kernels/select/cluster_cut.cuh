@@ -14,7 +14,7 @@ constexpr std::uint32_t kTooMany = 1u << 20;  // sent instead of a count of cand
 // Bits of a vector's entries: those always kept, and the others that may be selected.
 __device__ __forceinline__ void selectable8(const auto& w, std::int32_t v, std::uint32_t& forced,
                                             std::uint32_t& others) {
-  const std::uint32_t allowed = allowed8(w.c, w.list, w.extent, w.entry(v));
+  const std::uint32_t allowed = allowed8(w.extent, w.entry(v));
   forced = allowed & forced8(w.extent, w.entry(v));
   others = allowed & ~forced;
 }

@@ -10,13 +10,13 @@
 namespace sluice::cuda {
 
 // Reads four vectors of the warp's row, kWarp * parts apart; returns false unless all are plain:
-// aligned, without a mask or always kept entries.
+// aligned, without always kept entries.
 __device__ __forceinline__ bool load_vectors(const auto& w, const __half* row, std::int32_t first,
                                              uint4 (&v)[kVectors]) {
   const std::int32_t step = w.parts * kWarp;
   const std::int32_t last = min(first + (kVectors - 1) * step + kWarp, w.count);
-  const bool is_plain = w.c.is_aligned && w.c.eligible == nullptr &&
-                        w.entry(first) >= w.extent.low && w.entry(last) <= w.extent.high;
+  const bool is_plain =
+      w.c.is_aligned && w.entry(first) >= w.extent.low && w.entry(last) <= w.extent.high;
   first += lane_id();
   if (is_plain) {
 #pragma unroll
@@ -30,7 +30,7 @@ __device__ __forceinline__ bool load_vectors(const auto& w, const __half* row, s
 #pragma unroll
   for (int j = 0; j < kVectors; ++j) {
     const std::int32_t at = first + j * step;
-    v[j] = at < w.count ? load8(w.c, row, w.list, w.extent, w.entry(at)) : all_minus_infinity();
+    v[j] = at < w.count ? load8(w.c, row, w.extent.total, w.entry(at)) : all_minus_infinity();
   }
   return false;
 }

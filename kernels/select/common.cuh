@@ -80,37 +80,9 @@ __device__ __forceinline__ std::uint16_t half_of_ordered(std::uint32_t number) {
   return static_cast<std::uint16_t>(number ^ ((number & 0x8000u) != 0 ? 0x8000u : 0xffffu));
 }
 
-// Bit e: entry i + e is among the first `left` and eligible. Not inlined, because masks are rare.
-__device__ __noinline__ static std::uint32_t eligible8(const std::uint8_t* eligible,
-                                                       bool is_mask_aligned,
-                                                       const std::int32_t* list, std::int32_t i,
-                                                       std::int32_t left) {
-  std::uint32_t bits = 0;
-  if (list == nullptr && is_mask_aligned && left >= 8) {
-    const uint2 mask = *reinterpret_cast<const uint2*>(eligible + i);
-#pragma unroll
-    for (int e = 0; e < 8; ++e) {
-      const std::uint32_t half = e < 4 ? mask.x : mask.y;
-      if ((half >> (8 * (e % 4)) & 0xffu) != 0) bits |= 1u << e;
-    }
-    return bits;
-  }
-  for (int e = 0; e < min(left, 8); ++e) {
-    const std::int32_t at = list != nullptr ? list[i + e] : i + e;
-    if (eligible[at] != 0) bits |= 1u << e;
-  }
-  return bits;
-}
-
 // Bit e: entry i + e may be emitted.
-__device__ __forceinline__ std::uint32_t allowed8(const SelectCall& c, const std::int32_t* list,
-                                                  const Extent& extent, std::int32_t i) {
-  const std::int32_t left = extent.emit - i;
-  if (left <= 0) return 0;
-  if (c.eligible != nullptr) {
-    return eligible8(c.mask(extent.sequence), c.is_mask_aligned, list, i, left);
-  }
-  return left >= 8 ? 0xffu : (1u << left) - 1u;
+__device__ __forceinline__ std::uint32_t allowed8(const Extent& extent, std::int32_t i) {
+  return (1u << min(max(extent.emit - i, 0), 8)) - 1u;
 }
 
 // Bit e: entry i + e is always kept, if it may be emitted.
@@ -137,7 +109,7 @@ __device__ __forceinline__ uint4 all_minus_infinity() {
   return make_uint4(kMinusInfinities, kMinusInfinities, kMinusInfinities, kMinusInfinities);
 }
 
-// Eight logits of a row from entry i on, a multiple of 8, without masking; -Inf from `total` on.
+// Eight logits of a row from entry i on, a multiple of 8; -Inf from `total` on.
 __device__ __noinline__ static uint4 load8_unaligned(const __half* row, std::int32_t total,
                                                      std::int32_t i) {
   std::uint32_t words[4];
@@ -159,19 +131,12 @@ __device__ __forceinline__ uint4 load8_raw(const SelectCall& c, const __half* ro
   return load8_unaligned(row, total, i);
 }
 
-// Eight logits of a row from entry i on; -Inf from `total` on and for entries that are not
-// eligible.
-__device__ __forceinline__ uint4 load8(const SelectCall& c, const __half* row,
-                                       const std::int32_t* list, const Extent& extent,
+// Eight logits of a row from entry i on, a multiple of 8; -Inf from `total` on.
+__device__ __forceinline__ uint4 load8(const SelectCall& c, const __half* row, std::int32_t total,
                                        std::int32_t i) {
-  if (i >= extent.total) return all_minus_infinity();
-  const uint4 v = c.is_aligned && i + 8 <= extent.total ? *reinterpret_cast<const uint4*>(row + i)
-                                                        : load8_unaligned(row, extent.total, i);
-  if (c.eligible == nullptr || i >= extent.emit) return v;
-  std::uint32_t live = allowed8(c, list, extent, i);
-  const std::int32_t left = extent.emit - i;
-  if (left < 8) live |= 0xffu << left & 0xffu;
-  return masked(v, live);
+  if (i >= total) return all_minus_infinity();
+  if (c.is_aligned && i + 8 <= total) return *reinterpret_cast<const uint4*>(row + i);
+  return load8_unaligned(row, total, i);
 }
 
 // Bit e: the e-th f16 of v is >= the threshold, which is given twice.

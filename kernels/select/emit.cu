@@ -52,7 +52,7 @@ struct Span {
   __device__ std::int32_t warp_words() const {
     return static_cast<std::int32_t>(threadIdx.x) / kWarp * each * kWarp;
   }
-  // True if a strip has entries that are always kept or masked.
+  // True if a strip has entries that are always kept.
   __device__ bool is_special(std::int32_t number_in_row) const {
     const std::int32_t at = number_in_row * kStrip;
     return at < extent.low || at + kStrip > extent.high;
@@ -181,7 +181,7 @@ __device__ __forceinline__ void find_reached(const LargeCall& call, const Span& 
   float sums[kHeadsAtOnce] = {};
   visit_sectors(queue, count, span.strip * kStrip, [&](std::int32_t i) {
     if (i >= span.extent.emit) return;
-    const std::uint32_t allowed = allowed8(c, span.list, span.extent, i);
+    const std::uint32_t allowed = allowed8(span.extent, i);
     std::uint32_t bits = allowed & forced8(span.extent, i);
     for (int g = 0; g < c.group; g += kHeadsAtOnce) {
       const Batch batch(c, span, g, i);
@@ -403,7 +403,7 @@ __device__ void compare_grades(const LargeCall& call, const Span& span, const Gr
   above = 0;
   equal = 0;
   if (i >= span.extent.emit) return;
-  const std::uint32_t allowed = allowed8(c, span.list, span.extent, i);
+  const std::uint32_t allowed = allowed8(span.extent, i);
   const std::uint32_t forced = allowed & forced8(span.extent, i);
   if (call.grades == nullptr) {
     const uint4 v = load8_raw(c, c.row(span.head, 0), span.extent.total, i);

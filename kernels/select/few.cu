@@ -412,12 +412,8 @@ __global__ void __maxnreg__(kRegisters) select_few(const __grid_constant__ Selec
   const TokenBounds token = bounds_of(c, head);
   wait_for_kernel_before();
   allow_next_kernel();
-  const Extent extent = {token.page_first + token.newest,
-                         token.page_first,
-                         token.low,
-                         token.high,
-                         token.keep,
-                         token.sequence};
+  const Extent extent = {token.page_first + token.newest, token.page_first, token.low, token.high,
+                         token.keep};
   FewChoice(c, *reinterpret_cast<FewShared*>(memory), head, extent).run();
 }
 
@@ -425,7 +421,7 @@ __global__ void __maxnreg__(kRegisters) select_few(const __grid_constant__ Selec
 
 bool fits_few(const SelectCall& c, const DeviceLimits& device) {
   if (c.is_top_p || c.digest.maxima == nullptr) return false;
-  if (!c.is_aligned || c.eligible != nullptr || c.list != nullptr) return false;
+  if (!c.is_aligned || c.list != nullptr) return false;
   const std::int32_t pages = c.entries / kPageTokens;
   return c.group <= kMostFewRows && pages * c.group <= kMostFewItems &&
          pages * kBoundsPerPage <= kMostFewSectors && c.most_keep <= kMostFewKept &&

@@ -17,13 +17,12 @@ constexpr std::int64_t kTile = kWarps * kWarpPages * kPageTokens;  // positions 
 struct Votes {
   unsigned kept[kWarpPages * kPageVotes];
 
-  __device__ Votes(const TokenBounds& token, const std::uint8_t* eligible, std::int64_t first) {
+  __device__ Votes(const TokenBounds& token, std::int64_t first) {
     const std::int64_t own = first + static_cast<int>(threadIdx.x) % kWarp;
 #pragma unroll
     for (int v = 0; v < kWarpPages * kPageVotes; ++v) {
       const std::int64_t at = own + v * kWarp;
-      bool is_kept = at < token.page_first && (at < token.low || at >= token.high);
-      if (is_kept && eligible != nullptr) is_kept = eligible[at] != 0;
+      const bool is_kept = at < token.page_first && (at < token.low || at >= token.high);
       kept[v] = __ballot_sync(kAllLanes, is_kept);
     }
   }
@@ -66,7 +65,6 @@ __global__ void __launch_bounds__(kThreads) select_fixed(const __grid_constant__
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
   const TokenBounds token = bounds_of(c, head);
-  const std::uint8_t* const eligible = c.eligible == nullptr ? nullptr : c.mask(token.sequence);
   if (threadIdx.x == 0) all_pages = 0;
   wait_for_kernel_before();
   allow_next_kernel();
@@ -76,7 +74,7 @@ __global__ void __launch_bounds__(kThreads) select_fixed(const __grid_constant__
     // Nothing is kept between `low` and `high`.
     if (tile >= token.low) tile = max(tile, token.high / kTile * kTile);
     const std::int64_t first = tile + warp * (kTile / kWarps);
-    const Votes votes(token, eligible, first);
+    const Votes votes(token, first);
     if (lane == 0) counts[warp] = votes.count();
     __syncthreads();
     const std::int32_t own = counts[lane];

@@ -19,9 +19,8 @@ struct Shared {
 struct Place {
   std::int32_t head;
   Extent extent;
-  const std::int32_t* list;  // [emit] or null
-  std::uint32_t* grades;     // [grade_chunks * kGradeChunk] or null
-  std::uint32_t* bins;       // [kMostGradeBins], of this round
+  std::uint32_t* grades;  // [grade_chunks * kGradeChunk] or null
+  std::uint32_t* bins;    // [kMostGradeBins], of this round
 };
 
 __device__ Place place_of(const LargeCall& call, std::int32_t head, int round, Shared* shared) {
@@ -29,7 +28,6 @@ __device__ Place place_of(const LargeCall& call, std::int32_t head, int round, S
   Place place;
   place.head = head;
   place.extent = call.extents[head];
-  place.list = c.head_list(head);
   place.grades = call.grades == nullptr ? nullptr
                                         : call.grades + static_cast<std::int64_t>(head) *
                                                             call.grade_chunks * kGradeChunk;
@@ -43,7 +41,7 @@ __device__ Place place_of(const LargeCall& call, std::int32_t head, int round, S
 __device__ void compute_grades(const SelectCall& c, const Place& place, std::int32_t i,
                                const RowInfo* rows, std::uint32_t (&grades)[8],
                                std::uint32_t& forced) {
-  const std::uint32_t allowed = allowed8(c, place.list, place.extent, i);
+  const std::uint32_t allowed = allowed8(place.extent, i);
   forced = allowed & forced8(place.extent, i);
   const __half* const first = c.row(place.head, 0);
   const auto load = [&](int g) {

@@ -200,23 +200,12 @@ __device__ inline void write_alphas(const SelectCall& c, std::int32_t head, cons
   c.alpha[static_cast<std::int64_t>(head) * c.group + g] = fminf(sum, 1.0f) * rows[g].share;
 }
 
-// Writes the always kept positions in [first, last) to `to` and returns their number.
-__device__ inline std::int32_t put_forced(const SelectCall& c, const Extent& extent,
-                                          const std::int32_t* list, std::int32_t first,
-                                          std::int32_t last, std::int32_t* to, PickShared* shared) {
-  if (first >= last) return 0;
-  const auto position = [&](std::int32_t i) {
-    return list != nullptr ? list[first + i] : first + i;
-  };
-  return compact(
-      last - first,
-      [&](std::int32_t i) {
-        return c.eligible == nullptr || c.mask(extent.sequence)[position(i)] != 0;
-      },
-      [&](std::int32_t i, std::int32_t rank) {
-        if (to != nullptr) to[rank] = position(i);
-      },
-      shared);
+// Writes the positions of the entries in [first, last) to `to`.
+__device__ inline void put_positions(const std::int32_t* list, std::int32_t first,
+                                     std::int32_t last, std::int32_t* to) {
+  for (std::int32_t i = first + static_cast<std::int32_t>(threadIdx.x); i < last; i += kThreads) {
+    to[i - first] = list != nullptr ? list[i] : i;
+  }
 }
 
 // Returns true if every entry reaches one of the query heads' bounds.
@@ -247,8 +236,8 @@ __device__ __noinline__ static bool pick(const SelectCall& c, std::int32_t head,
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
   const std::int32_t* const list = c.head_list(head);
   std::int32_t* const to = c.positions + head * c.capacity;
-  const std::int32_t below = put_forced(c, extent, list, 0, extent.low, to, shared);
-  const std::int32_t above = put_forced(c, extent, list, extent.high, extent.emit, nullptr, shared);
+  const std::int32_t below = extent.low;
+  const std::int32_t above = extent.emit - extent.high;
   const std::int32_t wanted = max(extent.keep - below - above, 0);
   const bool all = from.count <= wanted;
   Cut cut;
@@ -267,7 +256,8 @@ __device__ __noinline__ static bool pick(const SelectCall& c, std::int32_t head,
         return grade > cut.grade || (grade == cut.grade && i <= cut.last_tie);
       },
       [&](std::int32_t i, std::int32_t rank) { entries[rank] = from.entries[i]; }, shared);
-  put_forced(c, extent, list, extent.high, extent.emit, to + below + kept, shared);
+  put_positions(list, 0, extent.low, to);
+  put_positions(list, extent.high, extent.emit, to + below + kept);
   __syncthreads();
   if (bounds != nullptr && !reach_bounds(c, head, entries, kept, bounds)) return false;
   write_alphas(c, head, rows, entries, kept, shared);

@@ -93,10 +93,6 @@ SelectCall call_of(const SelectParams& p) {
   set_entries(c, p);
   c.sinks = p.sinks;
   c.recent = p.recent;
-  c.eligible = p.eligible;
-  c.eligible_stride = p.eligible_stride;
-  c.is_mask_aligned =
-      reinterpret_cast<std::uintptr_t>(p.eligible) % 8 == 0 && p.eligible_stride % 8 == 0;
   c.positions = p.selected.positions;
   c.capacity = p.selected.capacity;
   c.heads = p.selected.heads;

@@ -22,17 +22,17 @@
 // The kernel depends only on sizes, including the batch's capacity, never on a position, because a
 // step is recorded once and replayed. The first that fits runs:
 //   fixed     no logits: keeps only the tokens that are always kept; one block per head
-//   few       top_k up to 64 (and up to 64 always kept) with a digest, without candidates or mask,
-//             up to 8 query heads and 262144 entries, 1048576 over all query heads; one block per
-//             head, which also writes page weights
+//   few       top_k up to 64 (and up to 64 always kept) with a digest, without candidates, up to 8
+//             query heads and 262144 entries, 1048576 over all query heads; one block per head,
+//             which also writes page weights
 //   one block per head if its shared memory holds two bytes per entry (up to 65536), and the logits
 //   are few (16384 per head) or the heads many (half the number of multiprocessors):
 //     top_k   top_k of one query head, up to 16384 entries, in the registers of up to four warps
 //     small   everything else
 //   one cluster of blocks per head (compute capability 9.0, up to 8 query heads) if its shared
 //   memories hold
-//     digest  the digest, from 262144 entries on without candidates or mask, and few are kept:
-//             reads only the logits that may be kept
+//     digest  the digest, from 262144 entries on without candidates, and few are kept: reads only
+//             the logits that may be kept
 //     cluster the logits, and few are kept or no cap may cut, and there are few heads
 //   large     everything else: the chain of kernels of large.cuh, which divide the rows among
 //             blocks, for as many heads at a time as scratch allows

@@ -50,7 +50,7 @@ __device__ __forceinline__ void load_rows(const Work& w) {
     uint4* const to = w.rows + g * w.vectors;
 #pragma unroll 4
     for (std::int32_t v = thread_id(); v < live; v += threads()) {
-      to[v] = load8(c, row, w.list, w.extent, v * 8);
+      to[v] = load8(c, row, w.extent.total, v * 8);
     }
   }
   __syncthreads();
@@ -194,7 +194,7 @@ __device__ __forceinline__ void look_at_rows(const Work& w) {
 // The grades of the eight entries of vector v, and the bits of those always kept.
 __device__ __forceinline__ void grades_of(const Work& w, std::int32_t v, std::uint32_t (&grades)[8],
                                           std::uint32_t& forced) {
-  const std::uint32_t allowed = allowed8(w.c, w.list, w.extent, v * 8);
+  const std::uint32_t allowed = allowed8(w.extent, v * 8);
   forced = allowed & forced8(w.extent, v * 8);
   const auto load = [&](int g) { return w.rows[g * w.vectors + v]; };
   grades8(w.c, w.group, w.shared->rows, allowed & ~forced, load, grades);
@@ -261,7 +261,7 @@ __device__ __forceinline__ void find_cut(const Work& w) {
 __device__ __forceinline__ void find_kept(const Work& w, const GradeCut& cut, bool by_grades,
                                           std::int32_t v, std::uint32_t& above,
                                           std::uint32_t& equal) {
-  const std::uint32_t allowed = allowed8(w.c, w.list, w.extent, v * 8);
+  const std::uint32_t allowed = allowed8(w.extent, v * 8);
   const std::uint32_t forced = allowed & forced8(w.extent, v * 8);
   if (!by_grades) {
     const auto load = [&](int g) { return w.rows[g * w.vectors + v]; };

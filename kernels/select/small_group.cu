@@ -59,9 +59,9 @@ __device__ int threads() { return static_cast<int>(blockDim.x); }
 __device__ int lane_of() { return thread_id() % kWarp; }
 __device__ int warp_of() { return thread_id() / kWarp; }
 
-// Eight logits of query head `g`; -Inf for entries that do not count.
+// Eight logits of query head `g`; -Inf beyond the last.
 __device__ __forceinline__ uint4 load_vector(const Work& w, int g, std::int32_t v) {
-  return load8(w.c, w.c.row(w.head, g), w.list, w.extent, v * 8);
+  return load8(w.c, w.c.row(w.head, g), w.extent.total, v * 8);
 }
 
 // Adds eight entries from i on.
@@ -206,7 +206,7 @@ __device__ __forceinline__ std::int32_t emitted_vectors(const Work& w) {
 __device__ __forceinline__ void store_digits(const Work& w) {
   std::uint32_t counts[2] = {0, 0};
   for (std::int32_t v = thread_id(); v < emitted_vectors(w); v += threads()) {
-    const std::uint32_t allowed = allowed8(w.c, w.list, w.extent, v * 8);
+    const std::uint32_t allowed = allowed8(w.extent, v * 8);
     const std::uint32_t forced = allowed & forced8(w.extent, v * 8);
     const auto load = [&](int g) { return load_vector(w, g, v); };
     std::uint32_t grades[8];
@@ -358,7 +358,7 @@ __device__ __forceinline__ void find_cut(const Work& w) {
 __device__ __forceinline__ void find_kept(const Work& w, const GradeCut& cut, bool by_grades,
                                           std::int32_t v, std::uint32_t& above,
                                           std::uint32_t& equal) {
-  const std::uint32_t allowed = allowed8(w.c, w.list, w.extent, v * 8);
+  const std::uint32_t allowed = allowed8(w.extent, v * 8);
   equal = 0;
   if (by_grades) {
     const std::uint32_t digit = w.shared->digit;

@@ -49,7 +49,7 @@ __device__ void begin(const LargeCall& call, std::int32_t row, const TokenBounds
   __syncthreads();
 }
 
-// The strips of a unit. Plain ones are complete, without masked or always kept entries.
+// The strips of a unit. Plain ones are complete, without always kept entries.
 struct Strips {
   std::int32_t first;
   std::int32_t last;
@@ -61,7 +61,7 @@ struct Strips {
         last(min(first + call.unit_strips, (extent.total + kStrip - 1) / kStrip)),
         first_plain(last),
         last_plain(last) {
-    if (!call.call.is_aligned || call.call.eligible != nullptr) return;
+    if (!call.call.is_aligned) return;
     first_plain = min(max(first, (extent.low + kStrip - 1) / kStrip), last);
     last_plain = max(first_plain, min(last, extent.high / kStrip));
   }
@@ -99,7 +99,6 @@ __device__ __noinline__ Seen add_special(const LargeCall& call, std::int32_t row
   const SectorSink sink(call, row, shared);
   const int head = row / c.group;
   const __half* const logits = c.row(head, row % c.group);
-  const std::int32_t* const list = c.head_list(head);
   Seen seen;
   for (std::int32_t strip = strips.first + static_cast<std::int32_t>(threadIdx.x) / kWarp;
        strip < strips.last; strip += kWarps) {
@@ -107,7 +106,7 @@ __device__ __noinline__ Seen add_special(const LargeCall& call, std::int32_t row
     uint4 v[kVectors];
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
-      v[j] = load8(c, logits, list, extent, entry_of(strip, j));
+      v[j] = load8(c, logits, extent.total, entry_of(strip, j));
     }
     seen.add(v);
     take_kept(extent, strip, v, seen.sums);

@@ -20,20 +20,19 @@ struct Shared {
 // A row, and its bins from that of its maximum down.
 struct Row {
   const __half* logits;
-  const std::int32_t* list;
   Extent extent;
   BinMap map;
   std::int32_t top;
   std::uint16_t least;  // f16 of the lowest bin
 };
 
-// Eight logits; -Inf for entries that are always kept or not eligible.
+// Eight logits; -Inf for entries that are always kept.
 __device__ __forceinline__ uint4 load_selectable8(const SelectCall& c, const Row& row,
                                                   std::int32_t i) {
-  if (c.is_aligned && c.eligible == nullptr && i >= row.extent.low && i + 8 <= row.extent.high) {
+  if (c.is_aligned && i >= row.extent.low && i + 8 <= row.extent.high) {
     return *reinterpret_cast<const uint4*>(row.logits + i);
   }
-  return masked(load8(c, row.logits, row.list, row.extent, i), ~forced8(row.extent, i));
+  return masked(load8(c, row.logits, row.extent.total, i), ~forced8(row.extent, i));
 }
 
 // Called by one warp: counts its strips of the unit.
@@ -134,9 +133,8 @@ __global__ void __launch_bounds__(kThreads, 4)
   if (call.shortlist_capacity > 0 && call.settled[head] != 0) return;
   const RowSearch search = call.searches[number];
   if (search.lowest == RowSearch::kSettled) return;
-  const Row row{
-      c.row(head, number % c.group), c.head_list(head),         call.extents[head],
-      BinMap(search.highest),        bin_floor(search.highest), bin_threshold(search.lowest)};
+  const Row row{c.row(head, number % c.group), call.extents[head], BinMap(search.highest),
+                bin_floor(search.highest), bin_threshold(search.lowest)};
   const std::int32_t count = min(row.top - search.lowest + 1, call.bins);
   const std::int32_t each = call.unit_strips / kWarps;
   const std::int32_t first =

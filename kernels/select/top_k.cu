@@ -424,8 +424,7 @@ void launch_rows(const SelectCall& call, const Launch& launch) {
 
 bool fits_top_k(const SelectCall& c) {
   // The kernel does not check the capacity, so all that may be kept must fit.
-  return !c.is_top_p && c.group == 1 && c.is_aligned && c.eligible == nullptr &&
-         c.entries <= kMostRowWarps * kWarpEntries &&
+  return !c.is_top_p && c.group == 1 && c.is_aligned && c.entries <= kMostRowWarps * kWarpEntries &&
          c.capacity >= std::max(c.most_keep, c.most_forced);
 }
 

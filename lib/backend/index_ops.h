@@ -208,8 +208,8 @@ struct SelectParams {
   KvShape shape;
   TokenBatch batch;
   // [count, query_heads, stride]. `data` is null if nothing was estimated; there are no candidates
-  // then, exactly the eligible positions that are always kept are selected, alpha is the share (1
-  // if `share` is null) and lse is not written.
+  // then, exactly the positions that are always kept are selected, alpha is the share (1 if `share`
+  // is null) and lse is not written.
   LogitView logits;
   bool skip_newest = false;  // the newest rows have no logits
   // Positions below page_first, [count, kv_heads, capacity]; null: all of them. Their logits come
@@ -221,10 +221,6 @@ struct SelectParams {
   Quota cap;  // of P + 1 tokens
   std::int64_t sinks = 0;
   std::int64_t recent = 0;
-  // [sequences, eligible_stride] or null: 0 excludes a position below page_first; null: all are
-  // eligible.
-  const std::uint8_t* eligible = nullptr;
-  std::int64_t eligible_stride = 0;
   SelectionView selected;
   // Reported [count, query_heads] or null: the weight of the candidates and the newest rows among
   // all tokens, as estimated by the scorer that proposed the candidates.
@@ -242,15 +238,14 @@ struct ColumnSumsParams {
   const float* q = nullptr;                 // [probes, query_heads, head_dim]
   std::span<const std::int64_t> positions;  // host array [probes]
   KvShape shape;
-  std::span<const RowSpan> rows;           // host array [kv_heads], rows from position 0 on
-  const std::uint8_t* eligible = nullptr;  // [rows]: 0 excludes a row; null: excludes none
-  float* sums = nullptr;                   // reported [rows]; NaN where a logit was NaN
+  std::span<const RowSpan> rows;  // host array [kv_heads], rows from position 0 on
+  float* sums = nullptr;          // reported [rows]; NaN where a logit was NaN
 };
 
 // Chooses the important tokens of a prompt. Their number is the smallest for which some tokens'
 // sums carry the share `tau` of the total. They are the tokens with the highest mean over the
 // probes that see them, the older if means are equal, plus the `newest` tokens. They are listed
-// together with the eligible tokens before the prompt.
+// together with all tokens before the prompt.
 // Source: ZipVL (He et al. 2024), sections 4.1 and 4.2.
 struct ChooseTokensParams {
   static constexpr OperationLabel kLabel = {"choose_tokens", TraceKind::select};
@@ -262,10 +257,9 @@ struct ChooseTokensParams {
   std::span<const std::int64_t> probes;  // host array, ascending; the last is end - 1
   double tau = 1.0;                      // 1: all of the prompt is important
   std::int64_t newest = 0;
-  const std::uint8_t* eligible = nullptr;  // [first]: 0 excludes a position; null: excludes none
-  std::int64_t block = 1;                  // tokens
-  std::uint8_t* listed = nullptr;          // [end]: 1 or 0
-  std::int32_t* positions = nullptr;       // [end]: the listed positions, ascending
+  std::int64_t block = 1;             // tokens
+  std::uint8_t* listed = nullptr;     // [end]: 1 or 0
+  std::int32_t* positions = nullptr;  // [end]: the listed positions, ascending
   // [end - first]: for each token, the number of listed positions before its block. Blocks begin at
   // multiples of `block`, but not before the prompt.
   std::int32_t* seen = nullptr;

@@ -30,7 +30,6 @@ struct Case {
   std::int64_t block = 512;
   std::vector<float> sums;
   std::vector<std::int64_t> probes;
-  std::vector<std::uint8_t> eligible;
 
   std::int64_t tokens() const { return end - first; }
 };
@@ -71,11 +70,6 @@ Case random_case(Random& random, Kind kind, std::int64_t first, std::int64_t tok
   std::set<std::int64_t> probes = {c.end - 1};
   for (int i = 0; i < 127; ++i) probes.insert(random.integer(first, c.end - 1));
   c.probes.assign(probes.begin(), probes.end());
-  if (random.integer(0, 1) == 1) {
-    for (std::int64_t t = 0; t < first; ++t) {
-      c.eligible.push_back(static_cast<std::uint8_t>(random.integer(0, 1)));
-    }
-  }
   return c;
 }
 
@@ -118,9 +112,8 @@ std::vector<std::uint8_t> listed_of(const Case& c, const std::vector<std::size_t
                                     std::size_t count) {
   std::vector<std::uint8_t> listed(static_cast<std::size_t>(c.end));
   for (std::int64_t t = 0; t < c.end; ++t) {
-    const auto at = static_cast<std::size_t>(t);
-    const bool earlier = t < c.first && (c.eligible.empty() || c.eligible[at] != 0);
-    listed[at] = earlier || t >= std::max(c.first, c.end - c.newest) ? 1 : 0;
+    const bool is_newest = t >= std::max(c.first, c.end - c.newest);
+    listed[static_cast<std::size_t>(t)] = t < c.first || is_newest ? 1 : 0;
   }
   for (std::size_t i = 0; i < count; ++i) listed[static_cast<std::size_t>(c.first) + order[i]] = 1;
   return listed;
@@ -134,7 +127,6 @@ class ChooseTokens : public ::testing::TestWithParam<NamedBackend> {
     const auto end = static_cast<std::size_t>(c.end);
     const Tier tier = backend_->info().compute_tier;
     const Buffer sums = upload(*backend_, c.sums);
-    const Buffer eligible = upload(*backend_, c.eligible);
     const Buffer listed = upload(*backend_, std::vector<std::uint8_t>(end, 7));
     const Buffer positions = upload(*backend_, std::vector<std::int32_t>(end, -1));
     const Buffer seen = backend_->allocate(tier, (end - c.first) * sizeof(std::int32_t));
@@ -147,7 +139,6 @@ class ChooseTokens : public ::testing::TestWithParam<NamedBackend> {
     p.tau = c.tau;
     p.newest = c.newest;
     p.block = c.block;
-    if (!c.eligible.empty()) p.eligible = reinterpret_cast<const std::uint8_t*>(eligible.data());
     p.listed = reinterpret_cast<std::uint8_t*>(listed.data());
     p.positions = reinterpret_cast<std::int32_t*>(positions.data());
     p.seen = reinterpret_cast<std::int32_t*>(seen.data());

@@ -152,7 +152,7 @@ std::set<std::int64_t> needed_entries(const SelectCase& c, const double* weights
   for (std::int64_t i = 0; i < c.total(head); ++i) {
     if (i >= c.emit(head) || c.is_forced(head, i)) {
       sum += weights[i];
-    } else if (!c.is_out(head, i)) {
+    } else {
       order.push_back(i);
     }
   }
@@ -202,7 +202,7 @@ void expect_heaviest(const SelectCase& c, const SelectAnswer& answer, int head,
   double lightest_kept = std::numeric_limits<double>::infinity();
   double heaviest_dropped = 0.0;
   for (std::int64_t i = 0; i < c.emit(head); ++i) {
-    if (c.is_forced(head, i) || c.is_out(head, i)) continue;
+    if (c.is_forced(head, i)) continue;
     double weight = 0.0;
     for (int g = 0; g < c.shape.group(); ++g) {
       const std::int64_t row = head * c.shape.group() + g;
@@ -226,12 +226,9 @@ void expect_choice(const SelectCase& c, const SelectAnswer& answer, int head, do
   ASSERT_EQ(std::ssize(kept), result.count);
   const std::int64_t tokens = c.token(head).count();
   std::int64_t forced = 0;
-  std::int64_t eligible = 0;
   for (std::int64_t i = 0; i < c.emit(head); ++i) {
-    eligible += c.is_out(head, i) ? 0 : 1;
     forced += c.is_forced(head, i) ? 1 : 0;
     EXPECT_TRUE(kept.contains(i) || !c.is_forced(head, i)) << i;
-    EXPECT_FALSE(kept.contains(i) && c.is_out(head, i)) << i;
   }
   std::set<std::int64_t> pages;
   for (const std::int64_t i : kept) pages.insert(c.position(head, i) / kPageTokens);
@@ -248,7 +245,7 @@ void expect_choice(const SelectCase& c, const SelectAnswer& answer, int head, do
     }
   }
   if (c.prune == Pruner::top_k) {
-    EXPECT_EQ(result.count, std::min(eligible, std::max(c.k.of(tokens), forced)));
+    EXPECT_EQ(result.count, std::min(c.emit(head), std::max(c.k.of(tokens), forced)));
     expect_heaviest(c, answer, head, kept, bin);
   } else if (result.cut != 0) {
     EXPECT_EQ(result.count, std::max(c.cap.of(tokens), forced));
@@ -274,32 +271,6 @@ TEST_P(Select, KeepsWhatItsDefinitionSays) {
   for (int round = 0; round < 120; ++round) {
     SCOPED_TRACE("round " + std::to_string(round));
     const SelectCase c = random_case(random, random.integer(1, round % 10 < 4 ? 5000 : 600));
-    expect_choices(c, testing::select(*backend_, c), bin());
-    if (HasFailure()) return;
-  }
-}
-
-TEST_P(Select, LeavesOutWhatIsNotEligible) {
-  const std::uint64_t seed = testing::seed(4);
-  SCOPED_TRACE(testing::seed_message(seed));
-  Random random(seed);
-  for (int round = 0; round < 40; ++round) {
-    SCOPED_TRACE("round " + std::to_string(round));
-    SelectCase c = random_case(random, random.integer(200, 1000));
-    // Of every sequence others.
-    for (std::int64_t sequence = 0; sequence < 5; ++sequence) {
-      for (std::int64_t at = 0; at < c.context; ++at) {
-        c.eligible.push_back((at / 5 + sequence) % 3 == 0 ? 1 : 0);
-      }
-    }
-    // Something is left.
-    for (int row = 0; row < c.rows(); ++row) {
-      const int head = row / c.shape.group();
-      for (std::int64_t i = 0; i < c.total(head); ++i) {
-        if (!c.is_out(head, i)) c.logits[static_cast<std::size_t>(row * c.columns + i)] = 2.0f;
-        if (!c.is_out(head, i)) break;
-      }
-    }
     expect_choices(c, testing::select(*backend_, c), bin());
     if (HasFailure()) return;
   }
@@ -333,7 +304,7 @@ TEST_P(Select, GivesEveryTokenWhatItGetsAlone) {
   }
 }
 
-// StreamingLLM, and dense layers some of whose tokens are gone.
+// As StreamingLLM does.
 TEST_P(Select, KeepsWhatIsAlwaysKeptWithoutLogits) {
   const std::uint64_t seed = testing::seed(8);
   SCOPED_TRACE(testing::seed_message(seed));
@@ -346,11 +317,6 @@ TEST_P(Select, KeepsWhatIsAlwaysKeptWithoutLogits) {
     c.tokens = random_tokens(random, c.context);
     c.sinks = random.integer(0, 2) == 0 ? std::int64_t{1} << 40 : random.integer(0, 300);
     c.recent = random.integer(0, 400);
-    if (random.integer(0, 1) == 1) {
-      for (std::int64_t i = 0; i < 5 * c.context; ++i) {
-        c.eligible.push_back(random.integer(0, 3) == 0 ? 0 : 1);
-      }
-    }
     if (random.integer(0, 3) == 0) c.capacity = random.integer(1, c.context);
     const SelectAnswer answer = testing::select(*backend_, c);
     for (int head = 0; head < c.heads(); ++head) {
@@ -450,7 +416,7 @@ class DigestedQueue : public cpu::CpuQueue {
     if (params == nullptr) return CpuQueue::submit(operation);
     SelectParams p = *params;
     std::vector<std::byte> digest;
-    if (p.logits.data != nullptr && p.candidates == nullptr && p.eligible == nullptr) {
+    if (p.logits.data != nullptr && p.candidates == nullptr) {
       digest = testing::digest_pages(p.shape, p.batch, p.logits);
     }
     CpuQueue::submit(Operation(&p));

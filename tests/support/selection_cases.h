@@ -81,9 +81,8 @@ struct SelectCase {
   Quota cap;
   std::int64_t sinks = 0;
   std::int64_t recent = 0;
-  std::vector<std::uint8_t> eligible;  // [sequences, context] or empty
-  std::vector<float> share;            // [rows] or empty
-  std::int64_t capacity = 0;           // 0: columns
+  std::vector<float> share;   // [rows] or empty
+  std::int64_t capacity = 0;  // 0: columns
 
   int heads() const { return static_cast<int>(std::ssize(tokens)) * shape.kv_heads; }
   int rows() const { return heads() * shape.group(); }
@@ -103,14 +102,9 @@ struct SelectCase {
                ? i
                : candidates[static_cast<std::size_t>(head)][static_cast<std::size_t>(i)];
   }
-  bool is_out(int head, std::int64_t i) const {
-    if (eligible.empty() || i >= emit(head)) return false;
-    return eligible[static_cast<std::size_t>(token(head).sequence * context + position(head, i))] ==
-           0;
-  }
   bool is_forced(int head, std::int64_t i) const {
     const std::int64_t at = position(head, i);
-    return !is_out(head, i) && (at < sinks || at >= token(head).count() - recent);
+    return at < sinks || at >= token(head).count() - recent;
   }
   // The same problem for one of the tokens.
   SelectCase alone(int token) const {
@@ -134,7 +128,7 @@ struct SelectAnswer {
   std::vector<float> alpha;     // [rows]
   std::vector<float> lse;       // [rows]
   std::vector<float> logits;    // [rows, columns], as stored by the backend
-  std::vector<double> weights;  // [rows, columns], softmax over eligible entries
+  std::vector<double> weights;  // [rows, columns], softmax
 };
 
 inline std::vector<double> weights_of(const SelectCase& c, const std::vector<float>& logits) {
@@ -144,7 +138,6 @@ inline std::vector<double> weights_of(const SelectCase& c, const std::vector<flo
     const int head = r / c.shape.group();
     std::vector<double> own(static_cast<std::size_t>(c.columns), kNone);
     for (std::int64_t i = 0; i < c.total(head); ++i) {
-      if (c.is_out(head, i)) continue;
       own[static_cast<std::size_t>(i)] =
           static_cast<double>(logits[static_cast<std::size_t>(r * c.columns + i)]);
     }
@@ -188,7 +181,6 @@ inline SelectAnswer select(Device& backend, const SelectCase& c) {
   const Buffer tokens = upload(backend, c.tokens);
   LogitMatrix logits(backend, c.rows(), std::max<std::int64_t>(c.columns, 1));
   const CandidateLists candidates(backend, c);
-  const Buffer eligible = upload(backend, c.eligible);
   const Buffer share = upload(backend, c.share);
   const Buffer positions =
       upload(backend, std::vector<std::int32_t>(heads * static_cast<std::size_t>(capacity), -7));
@@ -213,10 +205,6 @@ inline SelectAnswer select(Device& backend, const SelectCase& c) {
   p.cap = c.cap;
   p.sinks = c.sinks;
   p.recent = c.recent;
-  if (!c.eligible.empty()) {
-    p.eligible = reinterpret_cast<const std::uint8_t*>(eligible.data());
-    p.eligible_stride = c.context;
-  }
   p.selected = {reinterpret_cast<std::int32_t*>(positions.data()), capacity,
                 reinterpret_cast<HeadSelection*>(found.data())};
   if (!c.share.empty()) p.share = share.floats();

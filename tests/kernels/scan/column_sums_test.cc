@@ -29,7 +29,6 @@ struct Case {
   std::vector<std::int64_t> positions;
   std::vector<float> q;                          // [probes, query_heads, head_dim]
   std::vector<std::vector<std::uint16_t>> rows;  // [kv_heads][count, row_bytes / 2]
-  std::vector<std::uint8_t> eligible;
 
   float key(int head, std::int64_t row, int channel) const {
     const std::uint16_t bits = rows[static_cast<std::size_t>(head)]
@@ -62,11 +61,6 @@ Case random_case(Random& random, int head_dim, DType dtype, std::int64_t count, 
     }
     c.rows.push_back(std::move(rows));
   }
-  if (random.integer(0, 1) == 1) {
-    for (std::int64_t t = 0; t < count; ++t) {
-      c.eligible.push_back(t == 0 || random.integer(0, 3) != 0 ? 1 : 0);
-    }
-  }
   return c;
 }
 
@@ -85,8 +79,7 @@ std::vector<double> truth_of(const Case& c) {
           logit +=
               static_cast<double>(q[i]) * static_cast<double>(c.key(head / c.shape.group(), t, i));
         }
-        const bool out = !c.eligible.empty() && c.eligible[static_cast<std::size_t>(t)] == 0;
-        weights.push_back(out ? 0.0 : std::exp(logit / std::sqrt(c.shape.head_dim)));
+        weights.push_back(std::exp(logit / std::sqrt(c.shape.head_dim)));
         total += weights.back();
       }
       for (std::size_t t = 0; t < weights.size(); ++t) sums[t] += weights[t] / total;
@@ -121,7 +114,6 @@ class ColumnSums : public ::testing::Test {
     p.positions = c.positions;
     p.shape = c.shape;
     p.rows = rows;
-    if (!c.eligible.empty()) p.eligible = static_cast<const std::uint8_t*>(upload(c.eligible));
     p.sums = static_cast<float*>(sums.get());
     // A copy from pageable memory may still be under way, and other streams do not wait for it.
     require(cudaDeviceSynchronize(), "uploads");
@@ -158,13 +150,9 @@ TEST_F(ColumnSums, MatchTheirDefinition) {
 
 TEST_F(ColumnSums, AreNoNumbersIfALogitIsNone) {
   Random random(testing::seed(22));
-  for (const bool is_eligible : {true, false}) {
-    Case c = random_case(random, 64, DType::bf16, 300, 5);
-    c.eligible.assign(300, 1);
-    c.eligible[123] = is_eligible ? 1 : 0;
-    c.rows[0][123 * (c.shape.row_bytes() / 2) + 7] = float_to_bf16(std::nanf(""));
-    for (const float sum : run(c)) EXPECT_EQ(std::isnan(sum), is_eligible);
-  }
+  Case c = random_case(random, 64, DType::bf16, 300, 5);
+  c.rows[0][123 * (c.shape.row_bytes() / 2) + 7] = float_to_bf16(std::nanf(""));
+  for (const float sum : run(c)) EXPECT_TRUE(std::isnan(sum));
 }
 
 }  // namespace

@@ -45,7 +45,6 @@ class DeviceArray {
 };
 
 inline double logit_of(const Case& c, int head, int g, std::int64_t i) {
-  if (c.is_out(head, i)) return -std::numeric_limits<double>::infinity();
   const std::int64_t row = head * c.shape.group() + g;
   return static_cast<double>(c.logits[static_cast<std::size_t>(row * c.columns + i)]);
 }
@@ -77,7 +76,6 @@ class Problem {
         digest_(digested ? digest_of(c) : std::vector<std::byte>()),
         page_weights_(std::vector<std::byte>(digested ? page_weight_bytes(c) : 0, std::byte{0xa5})),
         positions_(std::vector<std::int32_t>(static_cast<std::size_t>(c.heads() * c.capacity), -7)),
-        eligible_(shifted(c)),
         lists_(lists(c)),
         pinned_(make_pinned_block(1 << 20)) {
     auto* at = static_cast<std::byte*>(pinned_.get());
@@ -95,9 +93,8 @@ class Problem {
     }
     if (digested) {
       params_.logits.digest = LogitDigest::in(digest_.data(), c.rows(), c.columns);
-      // A digest tells of all tokens.
-      if (c.eligible.empty() && c.columns % 8 == 0)
-        params_.logits.digest.weights = page_weights_.data();
+      // weigh_pages() reads eight logits at once.
+      if (c.columns % 8 == 0) params_.logits.digest.weights = page_weights_.data();
     }
     params_.skip_newest = c.skip_newest;
     if (!c.candidates.empty()) {
@@ -113,10 +110,6 @@ class Problem {
     params_.cap = c.cap;
     params_.sinks = c.sinks;
     params_.recent = c.recent;
-    if (!c.eligible.empty()) {
-      params_.eligible = eligible_.data() + shift_of(c);
-      params_.eligible_stride = c.context;
-    }
     params_.selected = {positions_.data(), c.capacity, take(kHeads, c.heads())};
     params_.alpha = take(kFloats, c.rows());
     params_.lse = take(kFloats, c.rows());
@@ -204,13 +197,6 @@ class Problem {
     });
     return bytes;
   }
-  // Masks may start anywhere.
-  static std::ptrdiff_t shift_of(const Case& c) { return c.context % 8 == 0 ? 0 : 1; }
-  static std::vector<std::uint8_t> shifted(const Case& c) {
-    std::vector<std::uint8_t> mask = c.eligible;
-    mask.insert(mask.begin(), static_cast<std::size_t>(shift_of(c)), 0);
-    return mask;
-  }
   static std::int64_t list_capacity(const Case& c) { return (c.columns - kPageTokens) / 8 * 8; }
   static std::vector<std::int32_t> lists(const Case& c) {
     std::vector<std::int32_t> all;
@@ -228,7 +214,6 @@ class Problem {
   DeviceArray<std::byte> digest_;
   DeviceArray<std::byte> page_weights_;
   DeviceArray<std::int32_t> positions_;
-  DeviceArray<std::uint8_t> eligible_;
   DeviceArray<std::int32_t> lists_;
   PinnedBlock pinned_;
   SelectionView view_;
@@ -325,29 +310,6 @@ inline void fill_shares(Random& random, Case& c) {
   for (int i = 0; i < c.rows(); ++i) c.share.push_back(0.125f * static_cast<float>(1 + i % 8));
 }
 
-// Of three sequences.
-inline void fill_eligible(Random& random, Case& c) {
-  // One by one, or many neighbours at once.
-  const std::int64_t longest = random.integer(0, 1) == 1 ? 1 : 200;
-  while (std::ssize(c.eligible) < 3 * c.context) {
-    c.eligible.resize(c.eligible.size() + static_cast<std::size_t>(random.integer(1, longest)),
-                      random.integer(0, 3) == 0 ? 0 : 1);
-  }
-}
-
-// Not all that a token sees may be dropped.
-inline void keep_some_eligible(Case& c) {
-  for (int head = 0; head < c.heads() && !c.eligible.empty(); ++head) {
-    if (c.emit(head) == 0) continue;
-    const std::int64_t at = c.position(head, c.emit(head) / 2);
-    c.eligible[static_cast<std::size_t>(c.token(head).sequence * c.context + at)] = 1;
-    for (int g = 0; g < c.shape.group(); ++g) {
-      const std::int64_t row = head * c.shape.group() + g;
-      c.logits[static_cast<std::size_t>(row * c.columns + c.emit(head) / 2)] = 5.0f;
-    }
-  }
-}
-
 inline Quota random_quota(Random& random, std::int64_t most) {
   if (random.integer(0, 9) == 0) return Quota::nothing();
   Quota quota;
@@ -370,7 +332,6 @@ inline Case random_case(Random& random, std::int64_t count) {
   c.shape = shape_of(kv_heads, group);
   const bool listed = random.integer(0, 2) == 0;
   c.context = listed ? count * 3 + 128 : count;
-  if (random.integer(0, 1) == 1) c.context = (c.context + 7) / 8 * 8;
   c.tokens = random_tokens(random, c.context, 4 - kv_heads);
   c.skip_newest = random.integer(0, 1) == 1;
   std::int64_t entries = c.context;
@@ -397,8 +358,6 @@ inline Case random_case(Random& random, std::int64_t count) {
   if (random.integer(0, 2) == 0) c.cap = random_quota(random, count);
   if (random.integer(0, 1) == 1) c.sinks = random.integer(0, 4);
   if (random.integer(0, 1) == 1) c.recent = random.integer(1, 300);
-  if (random.integer(0, 2) == 0) fill_eligible(random, c);
-  keep_some_eligible(c);
   fill_shares(random, c);
   c.capacity = entries;
   return c;

@@ -258,28 +258,6 @@ TEST_P(Select, CapsAboutWhatIsWanted) {
   }
 }
 
-// What is heaviest may not be selected, in sectors alone and with others.
-TEST_P(Select, LeavesOutTheHeaviest) {
-  Random random(testing::seed(18));
-  for (const Pruner prune : {Pruner::top_k, Pruner::top_p}) {
-    Case c = case_of(1, 4, 8064);
-    c.prune = prune;
-    c.k.share.tokens = c.cap.share.tokens = 50;
-    c.logits = random.normal(4 * c.columns, 3.0f);
-    c.eligible.assign(static_cast<std::size_t>(c.context), 1);
-    for (std::int64_t i = 0; i < 4 * c.columns; ++i) {
-      const std::int64_t at = i % c.columns;
-      float& x = c.logits[static_cast<std::size_t>(i)];
-      const bool is_out = at % 1000 < 100 || at % 97 == 0;
-      if (is_out) c.eligible[static_cast<std::size_t>(at)] = 0;
-      x = f16_to_float(float_to_f16(is_out ? x + 20.0f : x));
-    }
-    check_case(c);
-    c.cap = {};
-    check_case(c);
-  }
-}
-
 TEST_P(Select, KeepsWhatItMustBeyondItsLimit) {
   Random random(testing::seed(19));
   for (const Pruner prune : {Pruner::top_k, Pruner::top_p}) {

@@ -101,7 +101,6 @@ inline void bounds_of_top_p(const Case& c, const Truth& truth, int head, Flags& 
     const double high = lightest_needed(choice, p - kMargin);
     const double low = std::floor(lightest_needed(choice, p + kMargin) * 128.0) / 128.0;
     for (std::int64_t i = 0; i < emit; ++i) {
-      if (c.is_out(head, i)) continue;
       const double x = logit_of(c, head, g, i);
       const auto at = static_cast<std::size_t>(i);
       if (x >= high || c.is_forced(head, i)) must[at] = 1;
@@ -154,7 +153,7 @@ inline void expect_ties_to_the_older(const Case& c, int head, const Flags& kept,
     if (c.is_forced(head, i)) {
       expected[static_cast<std::size_t>(i)] = 1;
       --count;
-    } else if (!c.is_out(head, i)) {
+    } else {
       order.emplace_back(-logit_of(c, head, 0, i), i);
     }
   }
@@ -251,16 +250,12 @@ inline void expect_head(const Case& c, const Answer& a, int head) {
   expect_sums(c, truth, a, head, entries);
   Flags kept(static_cast<std::size_t>(c.emit(head)), 0);
   for (const std::int64_t i : entries) kept[static_cast<std::size_t>(i)] = 1;
-  Flags all(kept.size(), 0);
-  for (std::size_t i = 0; i < all.size(); ++i) {
-    all[i] = c.is_out(head, static_cast<std::int64_t>(i)) ? 0 : 1;
-  }
   if (result.count == c.capacity && result.cut != 0) return;  // looked at elsewhere
   if (!a.masks.empty()) expect_page_weights(c, truth, a, head, kept);
   const std::int64_t keep = keep_of(c, head);
   if (c.prune == Pruner::top_k) {
     EXPECT_EQ(result.cut, 0);
-    expect_heaviest(c, truth, head, all, kept, keep);
+    expect_heaviest(c, truth, head, Flags(kept.size(), 1), kept, keep);
     if (c.shape.group() == 1) expect_ties_to_the_older(c, head, kept, keep);
     return;
   }
