@@ -112,6 +112,9 @@ struct Extent {
   std::int32_t low = 0;
   std::int32_t high = 0;
   std::int32_t keep = 0;  // k or the cap
+
+  // The number of entries that are always kept.
+  __device__ std::int32_t forced() const { return low + emit - high; }
 };
 
 // Called by one whole warp, after the previous kernel has ended.

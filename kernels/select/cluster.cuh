@@ -108,7 +108,7 @@ struct BlockEnds {
 struct alignas(16) ClusterShared {
   std::uint64_t barriers[kExchanges];
   // Other blocks write here, each to its own element.
-  uint4 counted[kMostBlocks];  // candidates, selectable entries, always kept entries
+  uint2 counted[kMostBlocks];  // candidates, wanted entries
   uint4 ends[2][kMostBlocks];  // BlockEnds
   std::uint32_t equals[kMostBlocks];
   uint2 weighed[2][kMostBlocks][kMostWarps];  // the first block's: weights and pages of warps
@@ -122,7 +122,7 @@ struct alignas(16) ClusterShared {
   RowInfo rows[kMostRows];          // those of the states
   std::uint16_t leasts[kMostRows];  // a candidate's logits reach one of them
   std::uint32_t bound_grade;        // a candidate's grade reaches it
-  std::uint32_t counts[4];          // candidates, wanted, always kept, near the bound
+  std::uint32_t counts[3];          // candidates, wanted, near the bound
   std::uint32_t part[kWarp];
   std::uint32_t totals[256];
   Crossing<std::uint32_t> found;
@@ -305,7 +305,7 @@ __device__ __forceinline__ void set_zero(const auto& w) {
   auto* const bins = reinterpret_cast<uint4*>(w.bins);
 #pragma unroll 1
   for (int i = thread_id(); i < w.group * w.row_bins / 4; i += threads()) bins[i] = zero;
-  if (thread_id() < 4) w.shared->counts[thread_id()] = 0;
+  if (thread_id() < 3) w.shared->counts[thread_id()] = 0;
   if (!w.c.has_grades) return;
   if (thread_id() == 0) w.shared->picked_count = 0;
   if (thread_id() < kMostPicked) w.shared->picked[thread_id()] = 0;
@@ -325,7 +325,7 @@ __device__ __forceinline__ void set_up_exchanges(const auto& w) {
   const auto blocks = static_cast<std::uint32_t>(w.cluster.size);
   const auto units = static_cast<std::uint32_t>(w.parts * w.group) * blocks;  // warps with rows
   w.expect(kSums, units * sizeof(RowPart));
-  w.expect(kCounts, blocks * sizeof(uint4));
+  w.expect(kCounts, blocks * sizeof(uint2));
   w.expect(kTies, blocks * sizeof(std::uint32_t));
   const std::uint32_t ends =
       blocks * sizeof(uint4) + (w.cluster.rank == 0 ? units * sizeof(uint2) : 0);

@@ -11,12 +11,9 @@ namespace sluice::cuda {
 
 constexpr std::uint32_t kTooMany = 1u << 20;  // sent instead of a count of candidates
 
-// Bits of a vector's entries: those always kept, and the others that may be selected.
-__device__ __forceinline__ void selectable8(const auto& w, std::int32_t v, std::uint32_t& forced,
-                                            std::uint32_t& others) {
-  const std::uint32_t allowed = allowed8(w.extent, w.entry(v));
-  forced = allowed & forced8(w.extent, w.entry(v));
-  others = allowed & ~forced;
+// Bits of a vector's entries that are always kept.
+__device__ __forceinline__ std::uint32_t forced_of(const auto& w, std::int32_t v) {
+  return allowed8(w.extent, w.entry(v)) & forced8(w.extent, w.entry(v));
 }
 
 __device__ __forceinline__ std::uint32_t reached_of(const auto& w, std::int32_t v) {
@@ -61,9 +58,8 @@ struct Near {
 };
 
 __device__ __forceinline__ Near look_near(const auto& w, std::int32_t v) {
-  Near x{0, 0, 0};
-  std::uint32_t others;
-  selectable8(w, v, x.forced, others);
+  Near x{forced_of(w, v), 0, 0};
+  const std::uint32_t others = selectable8(w.extent, w.entry(v));
   for_group(
       w.group, [&](int g) { return w.rows[g * w.capacity + v]; },
       [&](int g, const uint4& row) {
@@ -79,7 +75,7 @@ __device__ __forceinline__ Near look_near(const auto& w, std::int32_t v) {
 __device__ __forceinline__ void list_near(const auto& w) {
   const std::uint32_t bound = w.shared->bound_grade;
   const auto* const halves = reinterpret_cast<const __half*>(w.rows);
-  const std::uint32_t count = min(w.shared->counts[3], static_cast<std::uint32_t>(kMostNear));
+  const std::uint32_t count = min(w.shared->counts[2], static_cast<std::uint32_t>(kMostNear));
 #pragma unroll 1
   for (auto i = static_cast<std::uint32_t>(thread_id()); i < count;
        i += static_cast<std::uint32_t>(threads())) {
@@ -97,7 +93,7 @@ __device__ __forceinline__ void list_near(const auto& w) {
 // blocks.
 template <typename Work>
 __device__ __forceinline__ void list_candidates(const Work& w) {
-  std::uint32_t counts[2] = {0, 0};
+  std::uint32_t wanted = 0;
   for_own_pairs(
       w, [&](std::int32_t v) { return look_near(w, v); },
       [&](std::int32_t v, const Near& x) {
@@ -105,29 +101,25 @@ __device__ __forceinline__ void list_candidates(const Work& w) {
         w.kept[v] = static_cast<std::uint8_t>(is_one ? x.forced : 0u);
         w.equal[v] = 0;
         if (!is_one) return;
-        counts[0] += static_cast<std::uint32_t>(__popc(x.wanted));
-        counts[1] += static_cast<std::uint32_t>(__popc(x.forced));
+        wanted += static_cast<std::uint32_t>(__popc(x.wanted));
         if (x.near == 0) return;
         std::uint32_t slot =
-            atomicAdd(&w.shared->counts[3], static_cast<std::uint32_t>(__popc(x.near)));
+            atomicAdd(&w.shared->counts[2], static_cast<std::uint32_t>(__popc(x.near)));
         for (std::uint32_t bits = x.near; bits != 0; bits &= bits - 1, ++slot) {
           if (slot >= kMostNear) break;
           w.scratch->entries.near[slot] =
               static_cast<typename Work::Entry>(v * 8 + __ffs(static_cast<int>(bits)) - 1);
         }
       });
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const std::uint32_t sum = __reduce_add_sync(kAllLanes, counts[i]);
-    if (lane_id() == 0 && sum != 0) atomicAdd(&w.shared->counts[1 + i], sum);
-  }
+  wanted = __reduce_add_sync(kAllLanes, wanted);
+  if (lane_id() == 0 && wanted != 0) atomicAdd(&w.shared->counts[1], wanted);
   __syncthreads();
   list_near(w);
   __syncthreads();
   if (thread_id() < w.cluster.size) {
     const std::uint32_t* const own = w.shared->counts;
     w.cluster.send(&w.shared->counted[w.cluster.rank], thread_id(), w.barrier(kCounts),
-                   make_uint4(own[3] > kMostNear ? kTooMany : own[0], own[1], own[2], 0));
+                   make_uint2(own[2] > kMostNear ? kTooMany : own[0], own[1]));
   }
   w.receive(kCounts);
 }
@@ -276,12 +268,9 @@ __device__ __forceinline__ void mark_listed(const auto& w, const GradeCut& cut) 
 
 __device__ __forceinline__ void grades_of(const auto& w, std::int32_t v,
                                           std::uint32_t (&grades)[8]) {
-  std::uint32_t forced;
-  std::uint32_t others;
-  selectable8(w, v, forced, others);
   grades8(
-      w.c, w.group, w.shared->rows, others, [&](int g) { return w.rows[g * w.capacity + v]; },
-      grades);
+      w.c, w.group, w.shared->rows, selectable8(w.extent, w.entry(v)),
+      [&](int g) { return w.rows[g * w.capacity + v]; }, grades);
 }
 
 // Finds the cut among all entries, eight bits at a time, and marks the entries above it and equal
@@ -376,10 +365,8 @@ __device__ __forceinline__ void mark_reached(const auto& w) {
   for_own_pairs(
       w,
       [&](std::int32_t v) {
-        std::uint32_t forced;
-        std::uint32_t others;
-        selectable8(w, v, forced, others);
-        return forced | (w.c.is_top_p ? others & reached_of(w, v) : others);
+        const std::uint32_t others = selectable8(w.extent, w.entry(v));
+        return forced_of(w, v) | (w.c.is_top_p ? others & reached_of(w, v) : others);
       },
       [&](std::int32_t v, std::uint32_t kept) {
         w.kept[v] = static_cast<std::uint8_t>(v < w.count ? kept : 0u);
@@ -389,12 +376,11 @@ __device__ __forceinline__ void mark_reached(const auto& w) {
 // Cuts at the lightest kept grade, from the lists whose counts the blocks have exchanged; returns
 // false if the lists are too long or too short.
 __device__ __forceinline__ bool cut_at_grade(const auto& w, GradeCut& cut) {
-  uint4 own = make_uint4(0, 0, 0, 0);
+  uint2 own = make_uint2(0, 0);
   if (lane_id() < w.cluster.size) own = w.shared->counted[lane_id()];
   const std::uint32_t listed = __reduce_add_sync(kAllLanes, own.x);
   const bool is_long = __any_sync(kAllLanes, own.x > kMostListedOwn) || listed > kMostListed;
   cut.available = __reduce_add_sync(kAllLanes, own.y);
-  cut.forced = __reduce_add_sync(kAllLanes, own.z);
   begin_cut(w.c, w.extent, cut);
   if (cut.settled != 0) return true;
   if (is_long || listed < cut.ties) return false;

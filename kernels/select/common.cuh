@@ -94,6 +94,11 @@ __device__ __forceinline__ std::uint32_t forced8(const Extent& extent, std::int3
   return (below | above) & 0xffu;
 }
 
+// Bit e: entry i + e may be selected: it may be emitted, and is not always kept.
+__device__ __forceinline__ std::uint32_t selectable8(const Extent& extent, std::int32_t i) {
+  return ~forced8(extent, i) & 0xffu;
+}
+
 // Replaces each f16 whose bit is not set by -Inf.
 __device__ __forceinline__ uint4 masked(uint4 v, std::uint32_t bits) {
   std::uint32_t words[4] = {v.x, v.y, v.z, v.w};

@@ -150,7 +150,7 @@ __device__ __forceinline__ void select_digested(const DigestCall& call, std::byt
     for (int turn = 0; turn < kMostTurns; ++turn) {
       w.expect(kSectors + turn, blocks * kSectorBins * 4u);
       w.expect(kListed + turn,
-               blocks * static_cast<std::uint32_t>(sizeof(uint4) + sizeof(uint2) + kMostRows * 4));
+               blocks * static_cast<std::uint32_t>(2 * sizeof(uint2) + kMostRows * 4));
     }
   }
   set_zero(w);

@@ -68,7 +68,7 @@ __device__ __forceinline__ void queue_sectors(const DigestWork& w, int round, st
     const unsigned all = __ballot_sync(kAllLanes, is_one);
     std::uint32_t slot = 0;
     if (lane_id() == 0 && all != 0) {
-      slot = atomicAdd(&w.shared->counts[3], static_cast<std::uint32_t>(__popc(all)));
+      slot = atomicAdd(&w.shared->counts[2], static_cast<std::uint32_t>(__popc(all)));
     }
     slot = __shfl_sync(kAllLanes, slot, 0) + __popc(all & ((1u << lane_id()) - 1u));
     if (!is_one || slot >= kMostNear) continue;
@@ -175,7 +175,7 @@ __device__ __forceinline__ void list_many(const DigestWork& w, std::uint32_t sec
 
 // Lists the candidates in the queued sectors, or counts their grades if they are a sample's.
 __device__ __forceinline__ void list_queued(const DigestWork& w, bool is_sample) {
-  const std::uint32_t sectors = min(w.shared->counts[3], static_cast<std::uint32_t>(kMostNear));
+  const std::uint32_t sectors = min(w.shared->counts[2], static_cast<std::uint32_t>(kMostNear));
   if (!is_sample && sectors * (kBoundTokens / 2) <= static_cast<std::uint32_t>(threads())) {
     list_few(w, sectors);
   } else {
@@ -200,7 +200,7 @@ __device__ __forceinline__ void mark_range(const DigestWork& w, std::int32_t fir
 // Clears the counts and the queue of a sample.
 __device__ __forceinline__ void forget_sample(const DigestWork& w) {
   __syncthreads();
-  if (thread_id() == 0) w.shared->counts[0] = w.shared->counts[3] = 0;
+  if (thread_id() == 0) w.shared->counts[0] = w.shared->counts[2] = 0;
   for (int i = thread_id(); i < kDigits; i += threads()) w.shared->digits[i] = 0;
   __syncthreads();
 }
@@ -224,7 +224,7 @@ __device__ __forceinline__ bool list_near_sectors(const DigestWork& w, bool may_
     queue_sectors(w, round++, near, step);
     if ((is_sample || all <= kMostNear) && round < rounds) continue;
     __syncthreads();
-    bool are_few = is_sample && static_cast<int>(w.shared->counts[3]) * step <= 2 * sample;
+    bool are_few = is_sample && static_cast<int>(w.shared->counts[2]) * step <= 2 * sample;
     if (!are_few) list_queued(w, is_sample);
     __syncthreads();
     if (is_sample) {
@@ -235,7 +235,7 @@ __device__ __forceinline__ bool list_near_sectors(const DigestWork& w, bool may_
       is_sample = false;
       round = 0;
     } else if (round < rounds) {
-      if (thread_id() == 0) w.shared->counts[3] = 0;
+      if (thread_id() == 0) w.shared->counts[2] = 0;
       __syncthreads();
     }
   }
@@ -245,7 +245,6 @@ __device__ __forceinline__ bool list_near_sectors(const DigestWork& w, bool may_
 // Lists candidates and sends their number to all blocks; returns false if thresholds are not known
 // and top_p may not want all candidates.
 __device__ __forceinline__ bool list_by_digest(const DigestWork& w, int turn, bool may_sample) {
-  const Extent& extent = w.extent;
   const bool is_sure = !w.c.is_top_p || turn > 0;
   const bool is_sample = list_near_sectors(w, may_sample);
   if (!is_sure) weigh_below(w);
@@ -254,9 +253,8 @@ __device__ __forceinline__ bool list_by_digest(const DigestWork& w, int turn, bo
   if (thread_id() < w.cluster.size) {
     const bool is_long = is_sample || w.shared->counts[0] > kMostListedOwn;
     const std::uint32_t listed = is_long ? kTooMany : w.shared->counts[0];
-    const auto forced = static_cast<std::uint32_t>(extent.low + extent.emit - extent.high);
     w.cluster.send(&w.shared->counted[w.cluster.rank], thread_id(), w.barrier(kListed + turn),
-                   make_uint4(listed, listed, w.cluster.rank == 0 ? forced : 0, 0));
+                   make_uint2(listed, listed));
     w.cluster.send(&w.digest->reached[w.cluster.rank], thread_id(), w.barrier(kListed + turn),
                    reached);
     auto* const own = reinterpret_cast<const uint4*>(w.digest->own_below);

@@ -403,11 +403,9 @@ __device__ void compare_grades(const LargeCall& call, const Span& span, const Gr
   above = 0;
   equal = 0;
   if (i >= span.extent.emit) return;
-  const std::uint32_t allowed = allowed8(span.extent, i);
-  const std::uint32_t forced = allowed & forced8(span.extent, i);
   if (call.grades == nullptr) {
     const uint4 v = load8_raw(c, c.row(span.head, 0), span.extent.total, i);
-    std::uint32_t others = allowed & ~forced;
+    std::uint32_t others = selectable8(span.extent, i);
     if (c.is_top_p) others &= reaching(v, twice(rows[0].threshold));
     LogitCut(cut).compare8(v, others, above, equal);
   } else {
@@ -418,7 +416,7 @@ __device__ void compare_grades(const LargeCall& call, const Span& span, const Gr
     const std::uint32_t grades[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
     compare8(cut, grades, above, equal);
   }
-  above |= forced;
+  above |= allowed8(span.extent, i) & forced8(span.extent, i);
 }
 
 __device__ void find_heaviest(const LargeCall& call, const Span& span, const GradeCut& cut,

@@ -28,7 +28,8 @@ class FewChoice : public FewHead {
     if (!is_empty) read_digest();
     __syncthreads();
     if (is_empty || !join_rows()) return report_none(c_, head_, !is_empty);
-    const std::int32_t wanted = min(max(extent_.keep - forced(), 0), extent_.high - extent_.low);
+    const std::int32_t wanted =
+        min(max(extent_.keep - extent_.forced(), 0), extent_.high - extent_.low);
     if (wanted > 0) keep_heaviest(wanted);
     __syncthreads();
     const std::int32_t count = list_kept(wanted);
@@ -62,7 +63,7 @@ class FewChoice : public FewHead {
     const __half* const row = c_.row(head_, row_);
     const std::int32_t newest = extent_.total - extent_.emit;
 #pragma unroll 1
-    for (int i = first_page_; i < newest + forced(); i += page_step_) {
+    for (int i = first_page_; i < newest + extent_.forced(); i += page_step_) {
       const bool is_newest = i < newest;
       const std::int32_t entry = is_newest ? extent_.emit + i : forced_entry(i - newest);
       const float norm = see(__half2float(row[entry]));
@@ -308,11 +309,11 @@ class FewChoice : public FewHead {
       for (int i = 0; i < wanted; ++i) rank += shared_.winners[i] < own ? 1 : 0;
       shared_.kept[rank] = own;
     }
-    if (thread() < forced()) {
+    if (thread() < extent_.forced()) {
       shared_.kept[thread() + (thread() < extent_.low ? 0 : wanted)] = forced_entry(thread());
     }
     __syncthreads();
-    return forced() + wanted;
+    return extent_.forced() + wanted;
   }
 
   __device__ bool begins_page(std::int32_t i) const {

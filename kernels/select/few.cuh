@@ -78,8 +78,7 @@ class FewHead {
   __device__ static int warp() { return thread() / kWarp; }
   __device__ static int team_lane() { return thread() % kTeamLanes; }
 
-  // The number of entries that are always kept: the first and the last.
-  __device__ std::int32_t forced() const { return extent_.low + extent_.emit - extent_.high; }
+  // The i-th of the entries that are always kept, the first and the last.
   __device__ std::int32_t forced_entry(std::int32_t i) const {
     return i < extent_.low ? i : i - extent_.low + extent_.high;
   }

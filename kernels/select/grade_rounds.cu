@@ -33,22 +33,19 @@ __device__ Place place_of(const LargeCall& call, std::int32_t head, int round, S
                                                             call.grade_chunks * kGradeChunk;
   place.bins =
       call.grade_bins + (static_cast<std::int64_t>(round) * c.head_count + head) * kMostGradeBins;
-  if (load_infos(call, head, shared->rows)) place.extent.emit = 0;
+  if (load_infos(call, head, shared->rows)) place.extent = Extent();
   return place;
 }
 
-// The grades of eight entries, and the bits of those always kept, whose grade is 0.
+// The grades of eight entries; 0 for those always kept.
 __device__ void compute_grades(const SelectCall& c, const Place& place, std::int32_t i,
-                               const RowInfo* rows, std::uint32_t (&grades)[8],
-                               std::uint32_t& forced) {
-  const std::uint32_t allowed = allowed8(place.extent, i);
-  forced = allowed & forced8(place.extent, i);
+                               const RowInfo* rows, std::uint32_t (&grades)[8]) {
   const __half* const first = c.row(place.head, 0);
   const auto load = [&](int g) {
     return load8_raw(c, first + g * c.stride, place.extent.total, i);
   };
   if (i < place.extent.emit) {
-    grades8(c, c.group, rows, allowed & ~forced, load, grades);
+    grades8(c, c.group, rows, selectable8(place.extent, i), load, grades);
     return;
   }
 #pragma unroll
@@ -70,26 +67,20 @@ __device__ void store_grades(const std::uint32_t (&grades)[8], std::uint32_t* to
   reinterpret_cast<uint4*>(to)[1] = make_uint4(grades[4], grades[5], grades[6], grades[7]);
 }
 
-struct Counts {
-  std::uint32_t forced = 0;
-  std::uint32_t available = 0;
-};
-
+// Counts eight grades in their bins; adds the number of those that the round concerns to `count`.
 __device__ void count_grades(const LargeCall& call, const Place& place, const GradeRound& view,
-                             int round, std::int32_t i, Counts& counts, Shared* shared) {
+                             int round, std::int32_t i, std::uint32_t& count, Shared* shared) {
   std::uint32_t grades[8];
-  std::uint32_t forced = 0;
   if (round == 0 || place.grades == nullptr) {
-    compute_grades(call.call, place, i, shared->rows, grades, forced);
+    compute_grades(call.call, place, i, shared->rows, grades);
     if (place.grades != nullptr) store_grades(grades, place.grades + i);
   } else {
     load_grades(place.grades + i, grades);
   }
-  counts.forced += static_cast<std::uint32_t>(__popc(forced));
 #pragma unroll
   for (int e = 0; e < 8; ++e) {
     if (!view.concerns(grades[e])) continue;
-    ++counts.available;
+    ++count;
     atomicAdd(shared->bins + view.bin(grades[e]), 1u);
   }
 }
@@ -152,19 +143,17 @@ __global__ void __launch_bounds__(kGradeThreads, 2)
   for (std::int32_t i = thread; i < bins; i += kGradeThreads) shared.bins[i] = 0;
   __syncthreads();
   const GradeRound view(call.call.group, round, cut);
-  Counts counts;
+  std::uint32_t count = 0;
   for (std::int32_t chunk = block * call.grade_loops;
        chunk < min((block + 1) * call.grade_loops, chunks); ++chunk) {
-    count_grades(call, place, view, round, chunk * kGradeChunk + thread * 8, counts, &shared);
+    count_grades(call, place, view, round, chunk * kGradeChunk + thread * 8, count, &shared);
   }
   __syncthreads();
   for (std::int32_t i = thread; i < bins; i += kGradeThreads) {
     if (shared.bins[i] != 0) atomicAdd(place.bins + i, shared.bins[i]);
   }
   if (round == 0) {
-    const std::uint32_t forced = __reduce_add_sync(kAllLanes, counts.forced);
-    const std::uint32_t available = __reduce_add_sync(kAllLanes, counts.available);
-    if (thread % kWarp == 0 && forced != 0) atomicAdd(&call.cuts[head].forced, forced);
+    const std::uint32_t available = __reduce_add_sync(kAllLanes, count);
     if (thread % kWarp == 0 && available != 0) atomicAdd(&call.cuts[head].available, available);
   }
   std::uint32_t* const done =

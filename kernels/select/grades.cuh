@@ -112,8 +112,7 @@ __host__ __device__ constexpr int grade_rounds(int group) { return group == 1 ? 
 
 // The search for the lightest grade that is kept.
 struct GradeCut {
-  std::uint32_t forced = 0;     // entries that are always kept
-  std::uint32_t available = 0;  // other entries with a grade
+  std::uint32_t available = 0;  // entries with a grade
   std::uint32_t grade = 0;      // larger ones are kept
   std::uint32_t ties = 0;       // the first `ties` entries equal to the cut are kept
   std::uint32_t settled = 0;
@@ -144,8 +143,9 @@ struct GradeRound {
 // Before the first round: sets the number of wanted grades, and settles the cut if all or none are.
 __device__ inline void begin_cut(const SelectCall& c, const Extent& extent, GradeCut& cut) {
   const auto keep = static_cast<std::uint32_t>(extent.keep);
-  const std::uint32_t wanted = keep > cut.forced ? keep - cut.forced : 0;
-  cut.cut = c.is_top_p && cut.forced + cut.available > keep ? 1 : 0;
+  const auto forced = static_cast<std::uint32_t>(extent.forced());
+  const std::uint32_t wanted = keep > forced ? keep - forced : 0;
+  cut.cut = c.is_top_p && forced + cut.available > keep ? 1 : 0;
   cut.grade = 0;
   cut.ties = wanted;
   cut.settled = 1;

@@ -236,9 +236,8 @@ __device__ __noinline__ static bool pick(const SelectCall& c, std::int32_t head,
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
   const std::int32_t* const list = c.head_list(head);
   std::int32_t* const to = c.positions + head * c.capacity;
-  const std::int32_t below = extent.low;
-  const std::int32_t above = extent.emit - extent.high;
-  const std::int32_t wanted = max(extent.keep - below - above, 0);
+  const std::int32_t forced = extent.forced();
+  const std::int32_t wanted = max(extent.keep - forced, 0);
   const bool all = from.count <= wanted;
   Cut cut;
   if (wanted == 0) {
@@ -248,7 +247,7 @@ __device__ __noinline__ static bool pick(const SelectCall& c, std::int32_t head,
   }
   // Entries of the picked candidates.
   const bool fits = min(from.count, wanted) <= kPickBins;
-  auto* const entries = fits ? reinterpret_cast<std::int32_t*>(shared->bins) : to + below;
+  auto* const entries = fits ? reinterpret_cast<std::int32_t*>(shared->bins) : to + extent.low;
   const std::int32_t kept = compact(
       from.count,
       [&](std::int32_t i) {
@@ -257,24 +256,24 @@ __device__ __noinline__ static bool pick(const SelectCall& c, std::int32_t head,
       },
       [&](std::int32_t i, std::int32_t rank) { entries[rank] = from.entries[i]; }, shared);
   put_positions(list, 0, extent.low, to);
-  put_positions(list, extent.high, extent.emit, to + below + kept);
+  put_positions(list, extent.high, extent.emit, to + extent.low + kept);
   __syncthreads();
   if (bounds != nullptr && !reach_bounds(c, head, entries, kept, bounds)) return false;
   write_alphas(c, head, rows, entries, kept, shared);
   if (fits || list != nullptr) {
     __syncthreads();
     for (std::int32_t i = thread; i < kept; i += kThreads) {
-      to[below + i] = list != nullptr ? list[entries[i]] : entries[i];
+      to[extent.low + i] = list != nullptr ? list[entries[i]] : entries[i];
     }
   }
   HeadSelection result;
-  result.count = below + kept + above;
+  result.count = forced + kept;
   if (thread == 0) shared->pages = 0;
   __syncthreads();
   add_pages(to, result.count, &shared->pages);
   __syncthreads();
   result.pages = static_cast<std::int32_t>(shared->pages);
-  result.cut = c.is_top_p && below + from.count + above > extent.keep ? 1 : 0;
+  result.cut = c.is_top_p && forced + from.count > extent.keep ? 1 : 0;
   if (thread == 0) c.heads[head] = result;
   return true;
 }

@@ -123,7 +123,7 @@ __device__ int queue_strips(const LargeCall& call, std::int32_t head, std::int32
 __device__ __forceinline__ std::uint32_t candidates8(const SelectCall& c, std::int32_t head,
                                                      const Extent& extent, std::int32_t i,
                                                      const Bound& bound, const RowInfo* rows) {
-  const std::uint32_t selectable = allowed8(extent, i) & ~forced8(extent, i);
+  const std::uint32_t selectable = selectable8(extent, i);
   const auto load = [&](int g) { return load8_raw(c, c.row(head, g), extent.total, i); };
   std::uint32_t grades[8];
   grades8(c, c.group, rows, selectable, load, grades);

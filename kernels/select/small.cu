@@ -18,7 +18,6 @@ struct alignas(16) Shared {
   Crossing<std::uint64_t> found_share;
   Crossing<std::uint32_t> found_grade;
   GradeCut cut;
-  std::uint32_t counts[2];  // always kept, other grades
   std::uint32_t pages;
   std::uint32_t bad;
   RowInfo rows[kMostGroup];
@@ -191,13 +190,11 @@ __device__ __forceinline__ void look_at_rows(const Work& w) {
   __syncthreads();
 }
 
-// The grades of the eight entries of vector v, and the bits of those always kept.
-__device__ __forceinline__ void grades_of(const Work& w, std::int32_t v, std::uint32_t (&grades)[8],
-                                          std::uint32_t& forced) {
-  const std::uint32_t allowed = allowed8(w.extent, v * 8);
-  forced = allowed & forced8(w.extent, v * 8);
+// The grades of the eight entries of vector v; 0 for those always kept.
+__device__ __forceinline__ void grades_of(const Work& w, std::int32_t v,
+                                          std::uint32_t (&grades)[8]) {
   const auto load = [&](int g) { return w.rows[g * w.vectors + v]; };
-  grades8(w.c, w.group, w.shared->rows, allowed & ~forced, load, grades);
+  grades8(w.c, w.group, w.shared->rows, selectable8(w.extent, v * 8), load, grades);
 }
 
 // Counts grades by the digit of this round.
@@ -209,25 +206,20 @@ __device__ __forceinline__ void count_grades(const Work& w, int round) {
     quads[i] = make_uint4(0, 0, 0, 0);
   }
   __syncthreads();
-  std::uint32_t counts[2] = {0, 0};
+  std::uint32_t count = 0;
   for (std::int32_t v = thread_id(); v < (w.extent.emit + 7) / 8; v += threads()) {
     std::uint32_t grades[8];
-    std::uint32_t forced;
-    grades_of(w, v, grades, forced);
-    counts[0] += static_cast<std::uint32_t>(__popc(forced));
+    grades_of(w, v, grades);
 #pragma unroll
     for (int e = 0; e < 8; ++e) {
       if (!view.concerns(grades[e])) continue;
-      ++counts[1];
+      ++count;
       atomicAdd(w.bins + view.bin(grades[e]), 1u);
     }
   }
   if (round == 0) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const std::uint32_t sum = __reduce_add_sync(kAllLanes, counts[i]);
-      if (thread_id() % kWarp == 0 && sum != 0) atomicAdd(w.shared->counts + i, sum);
-    }
+    count = __reduce_add_sync(kAllLanes, count);
+    if (thread_id() % kWarp == 0 && count != 0) atomicAdd(&w.shared->cut.available, count);
   }
   __syncthreads();
 }
@@ -237,11 +229,7 @@ __device__ __forceinline__ void find_cut(const Work& w) {
   const int group = w.group;
   for (int round = 0; round < grade_rounds(group); ++round) {
     count_grades(w, round);
-    if (thread_id() == 0 && round == 0) {
-      w.shared->cut.forced = w.shared->counts[0];
-      w.shared->cut.available = w.shared->counts[1];
-      begin_cut(w.c, w.shared->extent, w.shared->cut);
-    }
+    if (thread_id() == 0 && round == 0) begin_cut(w.c, w.shared->extent, w.shared->cut);
     __syncthreads();
     if (w.shared->cut.settled != 0) return;
     const int last = grade_bins(group, round) - 1;
@@ -273,8 +261,7 @@ __device__ __forceinline__ void find_kept(const Work& w, const GradeCut& cut, bo
     LogitCut(cut).compare8(x, others, above, equal);
   } else {
     std::uint32_t grades[8];
-    std::uint32_t unused;
-    grades_of(w, v, grades, unused);
+    grades_of(w, v, grades);
     compare8(cut, grades, above, equal);
   }
   above |= forced;
@@ -348,7 +335,6 @@ __global__ void __launch_bounds__(kThreads, 1536 / kThreads)
     if (thread_id() == 0) {
       shared->extent = extent;
       shared->cut = GradeCut();
-      shared->counts[0] = shared->counts[1] = 0;
       shared->pages = shared->bad = 0;
     }
   }

@@ -34,9 +34,8 @@ struct alignas(16) Shared {
   std::uint32_t part[2][kWarp];
   Crossing<std::uint64_t> found_share;
   GradeCut cut;
-  std::uint32_t digit;      // of the cut
-  std::uint32_t equals;     // entries with that digit whose grades have to be compared
-  std::uint32_t counts[2];  // always kept, other grades
+  std::uint32_t digit;   // of the cut
+  std::uint32_t equals;  // entries with that digit whose grades have to be compared
   std::uint32_t pages;
   std::uint32_t bad;
   RowInfo rows[kMostGroup];
@@ -202,29 +201,23 @@ __device__ __forceinline__ std::int32_t emitted_vectors(const Work& w) {
   return (w.extent.emit + 7) / 8;
 }
 
-// Stores the digits of all entries; counts those that are always kept and those with grades.
+// Stores the digits of all entries, and counts those with grades.
 __device__ __forceinline__ void store_digits(const Work& w) {
-  std::uint32_t counts[2] = {0, 0};
+  std::uint32_t count = 0;
   for (std::int32_t v = thread_id(); v < emitted_vectors(w); v += threads()) {
-    const std::uint32_t allowed = allowed8(w.extent, v * 8);
-    const std::uint32_t forced = allowed & forced8(w.extent, v * 8);
     const auto load = [&](int g) { return load_vector(w, g, v); };
     std::uint32_t grades[8];
-    grades8(w.c, w.c.group, w.shared->rows, allowed & ~forced, load, grades);
+    grades8(w.c, w.c.group, w.shared->rows, selectable8(w.extent, v * 8), load, grades);
     std::uint32_t words[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       words[i] = digit_of(grades[2 * i]) | digit_of(grades[2 * i + 1]) << 16 | kSpare;
-      counts[1] += (grades[2 * i] != 0 ? 1u : 0u) + (grades[2 * i + 1] != 0 ? 1u : 0u);
+      count += (grades[2 * i] != 0 ? 1u : 0u) + (grades[2 * i + 1] != 0 ? 1u : 0u);
     }
-    counts[0] += static_cast<std::uint32_t>(__popc(forced));
     w.digits[v] = make_uint4(words[0], words[1], words[2], words[3]);
   }
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const std::uint32_t sum = __reduce_add_sync(kAllLanes, counts[i]);
-    if (lane_of() == 0 && sum != 0) atomicAdd(w.shared->counts + i, sum);
-  }
+  count = __reduce_add_sync(kAllLanes, count);
+  if (lane_of() == 0 && count != 0) atomicAdd(&w.shared->cut.available, count);
   __syncthreads();
 }
 
@@ -334,8 +327,6 @@ __device__ __forceinline__ void find_cut(const Work& w) {
   Shared* const shared = w.shared;
   store_digits(w);
   if (thread_id() == 0) {
-    shared->cut.forced = shared->counts[0];
-    shared->cut.available = shared->counts[1];
     begin_cut(w.c, shared->extent, shared->cut);
     shared->digit = shared->cut.grade == 0 ? 0 : kDigits - 1;
   }
@@ -470,7 +461,6 @@ __global__ void __launch_bounds__(kThreads, 1024 / kThreads)
     if (thread_id() == 0) {
       shared->extent = extent;
       shared->cut = GradeCut();
-      shared->counts[0] = shared->counts[1] = 0;
       shared->equals = shared->pages = shared->bad = 0;
     }
   }

@@ -186,7 +186,7 @@ class RowChoice {
     }
 
     Search search;
-    const std::int32_t forced = extent_.low + extent_.emit - extent_.high;
+    const std::int32_t forced = extent_.forced();
     const auto selectable = static_cast<std::uint32_t>(extent_.high - extent_.low);
     search.wanted = min(static_cast<std::uint32_t>(max(extent_.keep - forced, 0)), selectable);
     search.high = highest;
