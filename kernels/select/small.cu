@@ -1,5 +1,5 @@
-// Selection by one block per KV head. Here for a single query head, whose logits fit the block's
-// shared memory: one kernel, one read. small_group.cu has it for several.
+// Selection by one block per KV head of a single query head, whose row fits the block's shared
+// memory: one kernel, one read. small_group.cu has it for several.
 #include <algorithm>
 #include <cmath>
 
@@ -19,21 +19,17 @@ struct alignas(16) Shared {
   Crossing<std::uint32_t> found_grade;
   GradeCut cut;
   std::uint32_t pages;
-  std::uint32_t bad;
-  RowInfo rows[kMostGroup];
-  float alphas[kMostGroup];
+  RowInfo info;
 };
 
-// The work of the block. The rows, the bins and the kept bits follow Shared in memory.
+// The work of the block. The row, the bins and the kept bits follow Shared in memory.
 struct Work {
   const SelectCall& c;
-  int group;  // a constant if there is only one query head
   std::int32_t head;
-  std::int32_t vectors;  // of 8 entries, per row
   Shared* shared;
   std::uint32_t* bins;
-  uint4* rows;         // [group, vectors]
-  std::uint8_t* kept;  // [vectors]: bit e of vector v is entry 8 v + e
+  uint4* row;          // vectors of 8 entries
+  std::uint8_t* kept;  // bit e of vector v is entry 8 v + e
   const std::int32_t* list;
   Extent extent;
 };
@@ -41,16 +37,11 @@ struct Work {
 __device__ int thread_id() { return static_cast<int>(threadIdx.x); }
 __device__ int threads() { return static_cast<int>(blockDim.x); }
 
-__device__ __forceinline__ void load_rows(const Work& w) {
-  const SelectCall& c = w.c;
-  const std::int32_t live = (w.extent.total + 7) / 8;
-  for (int g = 0; g < w.group; ++g) {
-    const __half* const row = c.row(w.head, g);
-    uint4* const to = w.rows + g * w.vectors;
+__device__ __forceinline__ void load_row(const Work& w) {
+  const __half* const row = w.c.row(w.head, 0);
 #pragma unroll 4
-    for (std::int32_t v = thread_id(); v < live; v += threads()) {
-      to[v] = load8(c, row, w.extent.total, v * 8);
-    }
+  for (std::int32_t v = thread_id(); v < (w.extent.total + 7) / 8; v += threads()) {
+    w.row[v] = load8(w.c, row, w.extent.total, v * 8);
   }
   __syncthreads();
 }
@@ -79,11 +70,11 @@ __device__ __forceinline__ Sums block_sums(Sums x, Shared* shared) {
   return sums;
 }
 
-// The largest logit of a row; +Inf if one is NaN.
-__device__ __forceinline__ float row_maximum(const Work& w, const uint4* row) {
+// The largest logit; +Inf if one is NaN.
+__device__ __forceinline__ float row_maximum(const Work& w) {
   __half2 most = as_half2(kMinusInfinities);
   for (std::int32_t v = thread_id(); v < (w.extent.total + 7) / 8; v += threads()) {
-    const uint4 x = row[v];
+    const uint4 x = w.row[v];
 #pragma unroll
     for (int i = 0; i < 4; ++i) most = __hmax2_nan(most, as_half2(word_of(x, i)));
   }
@@ -98,11 +89,11 @@ __device__ __forceinline__ float row_maximum(const Work& w, const uint4* row) {
   return highest;
 }
 
-__device__ __forceinline__ Sums row_sums(const Work& w, const uint4* row, float highest) {
+__device__ __forceinline__ Sums row_sums(const Work& w, float highest) {
   const float norm = highest * kLog2E;
   Sums own;
   for (std::int32_t v = thread_id(); v < (w.extent.total + 7) / 8; v += threads()) {
-    const uint4 x = row[v];
+    const uint4 x = w.row[v];
     const std::uint32_t forced = forced8(w.extent, v * 8);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -126,9 +117,9 @@ __device__ __forceinline__ Sums row_sums(const Work& w, const uint4* row, float 
   return sums;
 }
 
-// The lowest f16 that top_p keeps of a row.
-__device__ __forceinline__ std::uint16_t row_threshold(const Work& w, const uint4* row,
-                                                       float highest, const Sums& sums) {
+// The lowest f16 that top_p keeps.
+__device__ __forceinline__ std::uint16_t row_threshold(const Work& w, float highest,
+                                                       const Sums& sums) {
   if (w.c.p >= 1.0f) return kLowestHalf;
   const double missing =
       static_cast<double>(w.c.p) - static_cast<double>(sums.kept) / static_cast<double>(sums.all);
@@ -142,9 +133,9 @@ __device__ __forceinline__ std::uint16_t row_threshold(const Work& w, const uint
   const BinMap map(highest);
   const __half2 least = twice(bin_threshold(floor));
   for (std::int32_t v = thread_id(); v < (w.extent.total + 7) / 8; v += threads()) {
-    const uint4 x = row[v];
+    const uint4 x = w.row[v];
     std::uint32_t bits = reaching(x, least) & ~forced8(w.extent, v * 8);
-    const auto* const halves = reinterpret_cast<const __half*>(row + v);
+    const auto* const halves = reinterpret_cast<const __half*>(w.row + v);
     for (; bits != 0; bits &= bits - 1) {
       std::uint32_t mass;
       const std::int32_t bin =
@@ -165,42 +156,36 @@ __device__ __forceinline__ std::uint16_t row_threshold(const Work& w, const uint
   return bin_threshold(top - found);
 }
 
-__device__ __forceinline__ void look_at_rows(const Work& w) {
-  for (int g = 0; g < w.group; ++g) {
-    const uint4* const row = w.rows + g * w.vectors;
-    const float highest = row_maximum(w, row);
-    if (!(highest < INFINITY) || !(highest > -INFINITY)) {
-      if (thread_id() == 0) w.shared->bad = 1;
-      continue;
-    }
-    const Sums sums = row_sums(w, row, highest);
-    const std::uint16_t threshold =
-        w.c.is_top_p ? row_threshold(w, row, highest, sums) : kInfiniteHalf;
-    if (thread_id() == 0) {
-      const std::int64_t query_head = static_cast<std::int64_t>(w.head) * w.group + g;
-      RowInfo info;
-      set_norm(info, highest, sums.all);
-      info.tail = sums.tail / sums.all;
-      info.threshold = threshold;
-      info.share = share_of(w.c, query_head);
-      w.shared->rows[g] = info;
-      report_lse(w.c, query_head, info);
-    }
+// Finds the state of the row; returns false if it is bad.
+__device__ __forceinline__ bool look_at_row(const Work& w) {
+  const float highest = row_maximum(w);
+  if (!(highest < INFINITY) || !(highest > -INFINITY)) return false;
+  const Sums sums = row_sums(w, highest);
+  const std::uint16_t threshold = w.c.is_top_p ? row_threshold(w, highest, sums) : kInfiniteHalf;
+  if (thread_id() == 0) {
+    RowInfo info;
+    set_norm(info, highest, sums.all);
+    info.tail = sums.tail / sums.all;
+    info.threshold = threshold;
+    info.share = share_of(w.c, w.head);
+    w.shared->info = info;
+    report_lse(w.c, w.head, info);
   }
   __syncthreads();
+  return true;
 }
 
 // The grades of the eight entries of vector v; 0 for those always kept.
 __device__ __forceinline__ void grades_of(const Work& w, std::int32_t v,
                                           std::uint32_t (&grades)[8]) {
-  const auto load = [&](int g) { return w.rows[g * w.vectors + v]; };
-  grades8(w.c, w.group, w.shared->rows, selectable8(w.extent, v * 8), load, grades);
+  const auto load = [&](int) { return w.row[v]; };
+  grades8(w.c, 1, &w.shared->info, selectable8(w.extent, v * 8), load, grades);
 }
 
 // Counts grades by the digit of this round.
 __device__ __forceinline__ void count_grades(const Work& w, int round) {
-  const GradeRound view(w.group, round, w.shared->cut);
-  const int bins = grade_bins(w.group, round);
+  const GradeRound view(1, round, w.shared->cut);
+  const int bins = grade_bins(1, round);
   auto* const quads = reinterpret_cast<uint4*>(w.bins);
   for (std::int32_t i = thread_id(); i < bins / 4; i += threads()) {
     quads[i] = make_uint4(0, 0, 0, 0);
@@ -226,18 +211,17 @@ __device__ __forceinline__ void count_grades(const Work& w, int round) {
 
 // Finds the cut: the lightest grade that is kept.
 __device__ __forceinline__ void find_cut(const Work& w) {
-  const int group = w.group;
-  for (int round = 0; round < grade_rounds(group); ++round) {
+  for (int round = 0; round < grade_rounds(1); ++round) {
     count_grades(w, round);
     if (thread_id() == 0 && round == 0) begin_cut(w.c, w.shared->extent, w.shared->cut);
     __syncthreads();
     if (w.shared->cut.settled != 0) return;
-    const int last = grade_bins(group, round) - 1;
+    const int last = grade_bins(1, round) - 1;
     const auto bin_of = [&](std::int32_t i) { return w.bins[last - i]; };
     const std::uint32_t target = w.shared->cut.ties;
     find_crossing(bin_of, last + 1, target, &w.shared->found_grade, w.shared->part);
     if (thread_id() == 0) {
-      advance_cut(w.shared->cut, group, round, w.shared->found_grade,
+      advance_cut(w.shared->cut, 1, round, w.shared->found_grade,
                   bin_of(w.shared->found_grade.bin));
     }
     __syncthreads();
@@ -249,22 +233,13 @@ __device__ __forceinline__ void find_cut(const Work& w) {
 __device__ __forceinline__ void find_kept(const Work& w, const GradeCut& cut, bool by_grades,
                                           std::int32_t v, std::uint32_t& above,
                                           std::uint32_t& equal) {
-  const std::uint32_t allowed = allowed8(w.extent, v * 8);
-  const std::uint32_t forced = allowed & forced8(w.extent, v * 8);
-  if (!by_grades) {
-    const auto load = [&](int g) { return w.rows[g * w.vectors + v]; };
-    above = reached8(w.group, w.shared->rows, load) & allowed;
-  } else if (w.group == 1) {
-    std::uint32_t others = allowed & ~forced;
-    const uint4 x = w.rows[v];
-    if (w.c.is_top_p) others &= reaching(x, twice(w.shared->rows[0].threshold));
-    LogitCut(cut).compare8(x, others, above, equal);
-  } else {
-    std::uint32_t grades[8];
-    grades_of(w, v, grades);
-    compare8(cut, grades, above, equal);
-  }
-  above |= forced;
+  const uint4 x = w.row[v];
+  std::uint32_t others = selectable8(w.extent, v * 8);
+  if (w.c.is_top_p) others &= reaching(x, twice(w.shared->info.threshold));
+  above = others;
+  equal = 0;
+  if (by_grades) LogitCut(cut).compare8(x, others, above, equal);
+  above |= allowed8(w.extent, v * 8) & forced8(w.extent, v * 8);
 }
 
 // Writes the kept positions up to the capacity; returns the number of wanted ones.
@@ -304,21 +279,17 @@ __device__ __forceinline__ std::int64_t write_positions(const Work& w, bool by_g
 }
 
 // Sums the weights of the kept entries, in an order that depends on nothing else.
-__device__ __forceinline__ void sum_alphas(const Work& w) {
-  for (int g = 0; g < w.group; ++g) {
-    const RowInfo info = w.shared->rows[g];
-    const auto* const row = reinterpret_cast<const __half*>(w.rows + g * w.vectors);
-    Sums own;
-    for (std::int32_t v = thread_id(); v < (w.extent.emit + 7) / 8; v += threads()) {
-      for (std::uint32_t kept = w.kept[v]; kept != 0; kept &= kept - 1) {
-        own.all += weight_of(row[v * 8 + __ffs(static_cast<int>(kept)) - 1], info);
-      }
+__device__ __forceinline__ void sum_alpha(const Work& w) {
+  const RowInfo info = w.shared->info;
+  const auto* const row = reinterpret_cast<const __half*>(w.row);
+  Sums own;
+  for (std::int32_t v = thread_id(); v < (w.extent.emit + 7) / 8; v += threads()) {
+    for (std::uint32_t kept = w.kept[v]; kept != 0; kept &= kept - 1) {
+      own.all += weight_of(row[v * 8 + __ffs(static_cast<int>(kept)) - 1], info);
     }
-    const float sum = block_sums(own, w.shared).all;
-    if (thread_id() != 0) continue;
-    w.c.alpha[static_cast<std::int64_t>(w.head) * w.group + g] =
-        fminf(sum + info.tail, 1.0f) * info.share;
   }
+  const float sum = block_sums(own, w.shared).all;
+  if (thread_id() == 0) w.c.alpha[w.head] = fminf(sum + info.tail, 1.0f) * info.share;
 }
 
 template <int kThreads>
@@ -335,34 +306,30 @@ __global__ void __launch_bounds__(kThreads, 1536 / kThreads)
     if (thread_id() == 0) {
       shared->extent = extent;
       shared->cut = GradeCut();
-      shared->pages = shared->bad = 0;
+      shared->pages = 0;
     }
   }
   __syncthreads();
   if (shared->extent.total == 0) return report_none(call, head, false);
-  const std::int32_t vectors = (call.entries + 7) / 8;
-  auto* const rows = reinterpret_cast<uint4*>(shared + 1);
-  auto* const bin_words = reinterpret_cast<std::uint32_t*>(rows + call.group * vectors);
+  auto* const row = reinterpret_cast<uint4*>(shared + 1);
+  auto* const bin_words = reinterpret_cast<std::uint32_t*>(row + (call.entries + 7) / 8);
   const Work work{call,
-                  1,
                   head,
-                  vectors,
                   shared,
                   bin_words,
-                  rows,
+                  row,
                   reinterpret_cast<std::uint8_t*>(bin_words + bins),
                   call.head_list(head),
                   shared->extent};
-  load_rows(work);
-  look_at_rows(work);
-  if (shared->bad != 0) return report_none(call, head, true);
+  load_row(work);
+  if (!look_at_row(work)) return report_none(call, head, true);
   const bool by_grades =
       call.has_grades && (!call.is_top_p || shared->extent.keep < work.extent.emit);
   if (by_grades) find_cut(work);
   const std::int64_t wanted = write_positions(work, by_grades);
   const auto count = static_cast<std::int32_t>(min(wanted, call.capacity));
   add_pages(call.positions + head * call.capacity, count, &shared->pages);
-  sum_alphas(work);
+  sum_alpha(work);
   __syncthreads();
   if (thread_id() != 0) return;
   HeadSelection result;
@@ -383,7 +350,7 @@ std::int32_t bins_of(const SelectCall& call) {
 
 std::size_t small_bytes(const SelectCall& call) {
   const auto vectors = static_cast<std::size_t>((call.entries + 7) / 8);
-  return (sizeof(Shared) + vectors * (static_cast<std::size_t>(call.group) * 16 + 1) +
+  return (sizeof(Shared) + vectors * (sizeof(uint4) + 1) +
           static_cast<std::size_t>(bins_of(call)) * sizeof(std::uint32_t) + 15) /
          16 * 16;
 }
@@ -408,11 +375,9 @@ bool fits_small(const SelectCall& call, const DeviceLimits& device) {
 
 void run_small(const SelectCall& call, const Launch& launch) {
   if (call.group > 1) return run_group(call, launch);
-  const std::int64_t work = std::int64_t{call.entries} * call.group;
-  if (work <= 4096) return launch_threads<128>(call, launch);
-  if (work <= 16384) return launch_threads<256>(call, launch);
-  if (work <= 65536) return launch_threads<512>(call, launch);
-  launch_threads<1024>(call, launch);
+  if (call.entries <= 4096) return launch_threads<128>(call, launch);
+  if (call.entries <= 16384) return launch_threads<256>(call, launch);
+  launch_threads<512>(call, launch);
 }
 
 }  // namespace sluice::cuda
