@@ -6,8 +6,9 @@
 
 Every client asks again and again, with a passage of the book as the prompt (lengths between
 --shortest and --longest tokens, as many in each octave) and a greedy answer, streamed. With
---cancel, --slow and --gone these shares of the requests are closed after some events, read slowly,
-or left before anything was read. What follows `--` goes to the server.
+--prefix all prompts begin with the same tokens. With --cancel, --slow and --gone these shares of
+the requests are closed after some events, read slowly, or left before anything was read. What
+follows `--` goes to the server.
 
 Afterwards the server is left alone for a moment, and its memory and descriptors are compared with
 those before; then up to --check of the answered prompts are asked once more, one by one. An answer
@@ -103,7 +104,7 @@ class Load:
         self.answers: dict[tuple[int, int], list[str]] = {}  # by begin and length of the prompt
 
     def prompt(self, begin: int, length: int) -> list[int]:
-        return self.book[begin : begin + length]
+        return self.book[: self.flags.prefix] + self.book[begin : begin + length]
 
     def body(self, begin: int, length: int, stream: bool) -> dict[str, Any]:
         return {"prompt": self.prompt(begin, length), "max_tokens": self.flags.tokens,
@@ -122,7 +123,7 @@ class Load:
         while time.monotonic() < self.end:
             ratio = self.flags.longest / self.flags.shortest
             length = int(self.flags.shortest * ratio ** draw.uniform(0, 1))
-            begin = draw.randrange(len(self.book) - length)
+            begin = draw.randrange(self.flags.prefix, len(self.book) - length)
             try:
                 self.ask(draw, begin, length)
             except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
@@ -165,7 +166,7 @@ class Load:
         if len(tokens) != flags.tokens:
             raise ValueError(f"{len(tokens)} tokens instead of {flags.tokens}")
         with self.lock:
-            self.prompt_tokens += length
+            self.prompt_tokens += self.flags.prefix + length
             self.answer_tokens += len(tokens)
             self.answers[begin, length] = tokens
         return self.count("slow" if is_slow else "answered")
@@ -225,6 +226,7 @@ def read_flags() -> argparse.Namespace:
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--shortest", type=int, default=1024)
     parser.add_argument("--longest", type=int, default=32768)
+    parser.add_argument("--prefix", type=int, default=0, help="tokens that all prompts begin with")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--cancel", type=float, default=0.0)
     parser.add_argument("--slow", type=float, default=0.0)
@@ -233,13 +235,16 @@ def read_flags() -> argparse.Namespace:
     parser.add_argument("--margin", type=float, default=0.1)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("server", nargs="*", help="flags of the server, after --")
-    return parser.parse_args()
+    given = sys.argv[1:]
+    split = given.index("--") if "--" in given else len(given)
+    flags = parser.parse_args(given[:split])
+    flags.server = given[split + 1 :]
+    return flags
 
 
 def main() -> int:
     flags = read_flags()
-    context = flags.longest + flags.tokens
+    context = flags.prefix + flags.longest + flags.tokens
     server = Server([str(flags.sluice), "serve", "--model", str(flags.model), "--port", "0",
                      "--context", str(context), "--connections", str(flags.clients + 8),
                      *flags.server])  # fmt: skip
@@ -253,8 +258,8 @@ def main() -> int:
     wait_until_idle(server)
     time.sleep(6)  # connections are kept for five seconds
     after = {"resident_bytes": server.resident_bytes(), "descriptors": server.descriptors()}
+    stats = server.get("/stats")  # before what follows counts, too
     checked = load.check()
-    stats = server.get("/stats")
     status = server.end()
     report = {
         "date": datetime.date.today().isoformat(),
@@ -265,6 +270,8 @@ def main() -> int:
         "requests": load.counts,
         "failures": load.failures,
         "prompt_tokens": load.prompt_tokens,
+        "computed_prompt_tokens": stats["prompt_tokens"],
+        "reused_prompt_tokens": stats["reused_tokens"],
         "answer_tokens": load.answer_tokens,
         "tokens_per_second": round((load.prompt_tokens + load.answer_tokens) / seconds, 1),
         "first_token_seconds": {p: percentile(load.first, p) for p in (0.5, 0.9, 0.99)},
