@@ -137,6 +137,16 @@ std::optional<Clock::time_point> Scheduler::next_deadline() const {
 
 // ---- Admission
 
+namespace {
+
+// Notes that a disk has lost rows of a sequence; false for other errors, and at the second time.
+bool loses_rows_first(Sequence& sequence, const Error& error) {
+  const bool is_lost = error.code() == ErrorCode::io || error.code() == ErrorCode::corrupt;
+  return is_lost && !std::exchange(sequence.has_lost_rows, true);
+}
+
+}  // namespace
+
 void Scheduler::admit() {
   for (std::size_t i = 0; i < waiting_.size();) {
     Sequence& sequence = *waiting_[i];
@@ -144,7 +154,8 @@ void Scheduler::admit() {
     try {
       admission = admit(sequence);
     } catch (const Error& error) {
-      fail(sequence, error);
+      sequence.session.reset();
+      if (!loses_rows_first(sequence, error)) fail(sequence, error);
       i = 0;
       continue;
     }
@@ -217,7 +228,7 @@ std::int64_t Scheduler::reusable(const Sequence& sequence, std::int64_t length) 
 
 Scheduler::Source Scheduler::find_source(const Sequence& sequence) {
   const Policy& policy = sequence.job().policy;
-  if (policy.prefill.tau > 0.0 || sequence.scores_prompt()) return {};
+  if (policy.prefill.tau > 0.0 || sequence.scores_prompt() || sequence.has_lost_rows) return {};
   const PageHashes& pages = sequence.job().pages;
   // The last token is computed in any case, for its logits.
   const auto prompt = sequence.tokens().first(static_cast<std::size_t>(sequence.prompt_size() - 1));
@@ -379,7 +390,7 @@ void Scheduler::step(std::vector<Sequence*>& batch) {
       if (error.code() != ErrorCode::memory || !make_room()) {
         const std::vector<Sequence*> failed = std::exchange(batch, {});
         for (Sequence* sequence : failed) {
-          if (is_running(sequence)) fail(*sequence, error);
+          if (is_running(sequence)) repeat_or_fail(*sequence, error);
         }
         return;
       }
@@ -391,7 +402,7 @@ void Scheduler::step(std::vector<Sequence*>& batch) {
   for (std::size_t i = 0; i < batch.size(); ++i) {
     if (!is_running(batch[i])) continue;  // another choice of its request failed
     if (results[i].error) {
-      fail(*batch[i], *results[i].error);
+      repeat_or_fail(*batch[i], *results[i].error);
       continue;
     }
     std::optional<FinishReason> reason;
@@ -432,7 +443,7 @@ bool Scheduler::guarded(Sequence& sequence, const std::function<void()>& work) {
       return true;
     } catch (const Error& error) {
       if (error.code() != ErrorCode::memory || !make_room()) {
-        fail(sequence, error);
+        repeat_or_fail(sequence, error);
         return false;
       }
       if (!is_running(&sequence)) return false;
@@ -479,6 +490,14 @@ void Scheduler::finish(Sequence& sequence, FinishReason reason) {
   --left_;
   publish(true);
   taken->finish(reason, *meter_);
+}
+
+void Scheduler::repeat_or_fail(Sequence& sequence, const Error& error) {
+  if (loses_rows_first(sequence, error)) {
+    preempt(sequence);
+  } else {
+    fail(sequence, error);
+  }
 }
 
 void Scheduler::fail(Sequence& sequence, const Error& error) {

@@ -74,6 +74,9 @@ class Scheduler {
 
   void settle(Sequence& sequence, std::optional<FinishReason> reason);
   void finish(Sequence& sequence, FinishReason reason);
+  // Lets a running sequence whose rows a disk has lost begin anew from its tokens, once; other
+  // errors end its request.
+  void repeat_or_fail(Sequence& sequence, const Error& error);
   // Ends a whole request.
   void fail(Sequence& sequence, const Error& error);
   // Calls `work`; errors end the sequence's request, but Error{memory} of the pool makes room and

@@ -52,6 +52,9 @@ class Sequence {
 
   // While it runs.
   std::optional<Session> session;
+  // A disk has lost rows of it, maybe of a prefix that others have, too; its tokens are computed
+  // again without them.
+  bool has_lost_rows = false;
 
   bool needs_prompt() const { return session->length() < prompt_size_; }
   // Tokens of the answer that a preemption took out of the cache, except the last.

@@ -7,17 +7,23 @@
 #include <chrono>
 #include <cmath>
 #include <cstdlib>
+#include <filesystem>
+#include <fstream>
 #include <future>
 #include <limits>
+#include <memory>
+#include <set>
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "tests/support/expect.h"
 #include "tests/support/random.h"
 #include "tests/support/random_checkpoint.h"
 #include "tests/support/served.h"
+#include "tests/support/test_disk.h"
 
 namespace sluice {
 namespace {
@@ -36,7 +42,7 @@ constexpr std::int64_t kContext = 700;
 
 class BatcherTest : public ::testing::Test {
  protected:
-  static Engine open(int chunk = 64) {
+  static EngineConfig config_of(int chunk) {
     static const RandomCheckpoint checkpoint(5);
     EngineConfig config;
     config.model = checkpoint.path();
@@ -44,8 +50,9 @@ class BatcherTest : public ::testing::Test {
     config.chunk = chunk;
     config.compute = DType::f32;
     config.kv_dtype = DType::f32;
-    return Engine::open(config);
+    return config;
   }
+  static Engine open(int chunk = 64) { return Engine::open(config_of(chunk)); }
   static BatcherOptions options() {
     BatcherOptions options;
     options.context = kContext;
@@ -669,6 +676,85 @@ TEST_F(RandomRequests, GetTheAnswersThatTheyHaveAlone) {
   const int seeds = count != nullptr ? static_cast<int>(std::strtol(count, nullptr, 10)) : 8;
   const std::uint64_t first = testing::seed(1);
   for (int i = 0; i < seeds && !HasFailure(); ++i) run(first + static_cast<std::uint64_t>(i));
+}
+
+// ---- Rows on disk
+
+class BatcherOnDisk : public BatcherTest {
+ protected:
+  void SetUp() override {
+    const auto found = testing::disk_directory();
+    if (!found) GTEST_SKIP() << "no directory on a disk; set SLUICE_TEST_DISK";
+    disk_ = *found;
+    EngineConfig config = config_of(64);
+    config.disk = DiskConfig{{disk_}, {}};
+    on_disk_ = std::make_unique<Engine>(Engine::open(config));
+  }
+
+  // The files of rows that this process has there. They have no names.
+  std::vector<std::filesystem::path> files() const {
+    std::vector<std::filesystem::path> found;
+    for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+      std::error_code gone;
+      const std::string target = std::filesystem::read_symlink(entry.path(), gone).string();
+      const bool is_ours = target.starts_with(std::filesystem::canonical(disk_).string() + "/");
+      if (is_ours && target.ends_with(" (deleted)")) found.push_back(entry.path());
+    }
+    return found;
+  }
+  // Writes other bytes into all of them.
+  void spoil() const {
+    for (const std::filesystem::path& file : files()) {
+      std::fstream stream(file, std::ios::in | std::ios::out | std::ios::binary);
+      const std::string noise(std::filesystem::file_size(file), 'x');
+      stream << noise << std::flush;
+      ASSERT_TRUE(stream.good()) << file;
+    }
+  }
+  // A batcher that cannot hold the rows of a request in host memory.
+  std::unique_ptr<Batcher> open_batcher() {
+    BatcherOptions small = options();
+    small.running = 2;
+    small.cached = 0;
+    for (std::uint64_t cap = 256 << 10;; cap += cap / 8) {
+      small.host_memory = cap;
+      try {
+        auto batcher = std::make_unique<Batcher>(*on_disk_, small);
+        EXPECT_FALSE(files().empty());
+        return batcher;
+      } catch (const Error& error) {
+        if (error.code() != ErrorCode::memory) throw;
+      }
+    }
+  }
+  // Spoils the rows while these tokens of the answer are drawn.
+  Request spoiled(std::set<int> at) {
+    Request wanted = request(500, 40);
+    wanted.rules.mask = [this, at = std::move(at), count = 0](auto&&...) mutable {
+      if (at.contains(count++)) spoil();
+    };
+    return wanted;
+  }
+
+  std::filesystem::path disk_;
+  std::unique_ptr<Engine> on_disk_;
+};
+
+TEST_F(BatcherOnDisk, ComputesRowsAgainThatTheDiskLost) {
+  const std::unique_ptr<Batcher> batcher = open_batcher();
+  Stream stream = batcher->submit(spoiled({5}));
+  expect_alone(tokens_alone(engine_, request(500, 40), kContext, Policy()), read_all(stream)[0]);
+  EXPECT_EQ(batcher->stats().preemptions, 1u);
+  EXPECT_EQ(batcher->stats().failed, 0u);
+}
+
+TEST_F(BatcherOnDisk, EndsARequestWhoseRowsAreLostAgain) {
+  const std::unique_ptr<Batcher> batcher = open_batcher();
+  Stream stream = batcher->submit(spoiled({5, 10}));
+  expect_error(ErrorCode::corrupt, "", [&] { read_all(stream); });
+  EXPECT_EQ(batcher->stats().failed, 1u);
+  Stream next = batcher->submit(request(500, 40));
+  expect_alone(tokens_alone(engine_, request(500, 40), kContext, Policy()), read_all(next)[0]);
 }
 
 }  // namespace

@@ -4,7 +4,8 @@
 // one token each; a prompt is computed in chunks between those steps, short enough that the other
 // sequences keep their pace. When blocks run out, finished sequences kept as a prefix cache go
 // first, then the running one of the lowest priority, newest first; it is computed anew later and
-// goes on where it was. A sequence gets the text that it would get by itself, except for rounding.
+// goes on where it was. So does one, once, whose rows a disk has lost. A sequence gets the text
+// that it would get by itself, except for rounding.
 //
 // All functions may be called from any thread. One thread of the batcher computes.
 #pragma once
