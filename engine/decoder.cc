@@ -73,17 +73,20 @@ std::uint64_t Decoder::activation_bytes(const ModelConfig& config, const Backend
 }
 
 std::uint64_t Decoder::host_bytes(const ModelConfig& config, const Backend& backend,
-                                  std::int64_t chunk) {
+                                  std::int64_t chunk, bool observed) {
   const std::uint64_t ids = static_cast<std::uint64_t>(kLogitRows) * sizeof(TokenId);
   if (backend.info().compute_tier == Tier::host) return ids;
-  return ids + ActivationBytes(config, backend, chunk).logits;
+  const ActivationBytes bytes(config, backend, chunk);
+  return ids + bytes.logits + (observed ? bytes.qkv : 0);
 }
 
-Decoder::Decoder(const ModelConfig& config, ModelWeights weights, Queue& queue)
+Decoder::Decoder(const ModelConfig& config, ModelWeights weights, Queue& queue,
+                 std::shared_ptr<RowObserver> observer)
     : config_(config),
       weights_(std::move(weights)),
       queue_(&queue),
-      inverse_frequencies_(inverse_frequencies(config)) {}
+      inverse_frequencies_(inverse_frequencies(config)),
+      observer_(std::move(observer)) {}
 
 // Allocates everything or nothing, so that the caller can make room and try again.
 void Decoder::allocate(std::int64_t chunk) {
@@ -108,6 +111,7 @@ void Decoder::allocate(std::int64_t chunk) {
   a.early_qkv = allocate(bytes.early_qkv);
   if (backend.info().compute_tier != Tier::host) {
     host_logits_ = backend.allocate(Tier::host, a.logits.bytes());
+    if (observer_) observed_ = backend.allocate(Tier::host, a.qkv.bytes());
   }
   staged_ids_ = std::move(staged_ids);
   a_ = std::move(a);
@@ -178,6 +182,20 @@ void Decoder::begin_early(int layer, Early at, const Matrix& x, const Positions&
   });
 }
 
+void Decoder::show(int layer, Phase phase, std::int64_t tokens) {
+  if (!observer_) return;
+  const Widths w(config_);
+  const bool on_host = observed_.data() == nullptr;
+  if (!on_host) {
+    const CopyOp op = {observed_.data(), a_.qkv.data(),
+                       static_cast<std::size_t>(tokens * w.qkv) * sizeof(float)};
+    queue_->copy({&op, 1});
+  }
+  queue_->synchronize();
+  const float* const q = on_host ? a_.qkv.floats() : observed_.floats();
+  observer_->observe({layer, phase, tokens, w.qkv, q, q + w.query, q + w.query + w.key});
+}
+
 NewRows Decoder::new_rows() const {
   const Widths w(config_);
   const float* const k = a_.qkv.floats() + w.query;
@@ -246,6 +264,7 @@ bool Decoder::step(std::span<const TokenId> tokens, Phase phase, KvSession& sess
     const Positions positions = {{}, session.length()};
     begin_early(layer + 1, Early::layer, x, positions, step);
     project(layer, x, positions);
+    show(layer, phase, count);
     step.append(layer, new_rows());
     step.attend(layer, queries());
     mix(layer, x);
@@ -283,6 +302,7 @@ void Decoder::decode(std::span<const TokenId> tokens, KvBatch& batch) {
       const Positions positions = {batch.tokens(), 0};
       begin_early(layer + 1, Early::layer, x, positions, batch);
       project(layer, x, positions);
+      show(layer, Phase::decode, count);
       batch.append(layer, new_rows());
       batch.attend(layer, queries());
       mix(layer, x);
@@ -292,7 +312,9 @@ void Decoder::decode(std::span<const TokenId> tokens, KvBatch& batch) {
     compute_logits(0, count);
     batch.issue_report();
   };
-  batch.is_recordable() ? queue_->replay(batch.recording(), issue) : issue();
+  // An observer is the host's part in every layer.
+  const bool replays = batch.is_recordable() && !observer_;
+  replays ? queue_->replay(batch.recording(), issue) : issue();
 }
 
 std::uint64_t Decoder::prompt_bytes(const ModelConfig& config, std::int64_t tokens) {
@@ -306,6 +328,7 @@ void Decoder::prompt_layer(int layer, const Matrix& stream, const KvSession& ses
   for_pieces(stream, chunk, [&](std::int64_t first, const Matrix& x) {
     prompt.take(first, x.rows);
     project(layer, x, {{}, session.length() + first});
+    show(layer, Phase::prefill, x.rows);
     prompt.append(layer, new_rows());
     prompt.collect(queries());
   });

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <span>
 #include <vector>
 
@@ -20,7 +21,8 @@ class SoloStep;
 
 class Decoder {
  public:
-  Decoder(const ModelConfig& config, ModelWeights weights, Queue& queue);
+  Decoder(const ModelConfig& config, ModelWeights weights, Queue& queue,
+          std::shared_ptr<RowObserver> observer = nullptr);
 
   // Allocates the activations for steps of up to `chunk` tokens. Call before the first step; steps
   // allocate nothing.
@@ -71,9 +73,9 @@ class Decoder {
 
   static std::uint64_t activation_bytes(const ModelConfig& config, const Backend& backend,
                                         std::int64_t chunk);
-  // Host memory besides, if activations are not in host memory.
+  // Host memory besides, if activations are not in host memory; `observed`: by an observer, too.
   static std::uint64_t host_bytes(const ModelConfig& config, const Backend& backend,
-                                  std::int64_t chunk);
+                                  std::int64_t chunk, bool observed = false);
 
  private:
   // Bytes of the buffers below.
@@ -117,6 +119,8 @@ class Decoder {
   // The parts of a layer, on the residual stream x [tokens, hidden] f32.
   void embed(std::span<const TokenId> tokens, const Matrix& x);
   void project(int layer, const Matrix& x, const Positions& positions);
+  // Shows queries, keys and values that project() computed to the observer, if there is one.
+  void show(int layer, Phase phase, std::int64_t tokens);
   NewRows new_rows() const;
   Queries queries() const;
   void mix(int layer, const Matrix& x);
@@ -141,6 +145,8 @@ class Decoder {
   Activations a_;
   Buffer host_logits_;  // copy of a_.logits, if that is not in host memory
   Buffer staged_ids_;   // [kLogitRows] token ids of decode(), in host memory
+  std::shared_ptr<RowObserver> observer_;
+  Buffer observed_;  // copy of a_.qkv for the observer, if that is not in host memory
 };
 
 }  // namespace sluice

@@ -310,7 +310,8 @@ Plan Engine::Impl::model_plan(const SessionOptions& options, int chunk) const {
   plan.thread_bytes += backend->thread_bytes(work);
   plan.on_device = backend->info().compute_tier == Tier::device;
   plan.backend_bytes = backend_bytes;
-  plan.staging_bytes = staging_bytes + Decoder::host_bytes(model, *backend, chunk);
+  plan.staging_bytes =
+      staging_bytes + Decoder::host_bytes(model, *backend, chunk, config.observer != nullptr);
   plan.loading_peak_bytes =
       staging_bytes + plan.loading_bytes + (plan.on_device ? 0 : plan.weight_bytes);
   return plan;
@@ -450,7 +451,8 @@ void Engine::load_weights(const std::function<void(double)>& progress) {
   const Turn turn(*self);
   ModelWeights weights = sluice::load_weights(self->checkpoint, *self->backend,
                                               self->weight_format(), self->readers, progress);
-  self->decoder.emplace(self->checkpoint.config(), std::move(weights), *self->queue);
+  self->decoder.emplace(self->checkpoint.config(), std::move(weights), *self->queue,
+                        self->config.observer);
 }
 
 Session Engine::new_session(const SessionOptions& options) { return make_session(options, 0); }

@@ -25,6 +25,7 @@
 #include "sluice/kv_cache.h"
 #include "sluice/ledger.h"
 #include "sluice/policy.h"
+#include "sluice/row_observer.h"
 #include "sluice/sampler.h"
 #include "sluice/scorer.h"
 #include "sluice/selection.h"
@@ -82,6 +83,9 @@ struct EngineConfig {
   // Gets an event for every operation. On a GPU steps take longer, because each operation is waited
   // for to measure its time. Answers stay the same.
   std::shared_ptr<Trace> trace;
+  // Gets the queries, keys and values of every layer of every step. Steps take longer, because each
+  // layer is waited for. Answers stay the same.
+  std::shared_ptr<RowObserver> observer;
 };
 
 // The model as config.json and the tensors' headers describe it.
