@@ -59,6 +59,24 @@ void FileDraft::write(std::string_view text) {
   }
 }
 
+void FileDraft::reserve(std::uint64_t bytes) {
+  const int descriptor = ::fileno(file_.get());
+  int error = EINTR;
+  while (error == EINTR) error = ::posix_fallocate(descriptor, 0, static_cast<off_t>(bytes));
+  if (error != 0) throw_unwritable(path_, error);
+}
+
+void FileDraft::write_at(std::uint64_t offset, std::span<const std::byte> bytes) {
+  while (!bytes.empty()) {
+    const ssize_t count =
+        ::pwrite(::fileno(file_.get()), bytes.data(), bytes.size(), static_cast<off_t>(offset));
+    if (count < 0 && errno == EINTR) continue;
+    if (count < 0) throw_unwritable(path_, errno);
+    offset += static_cast<std::uint64_t>(count);
+    bytes = bytes.subspan(static_cast<std::size_t>(count));
+  }
+}
+
 void FileDraft::put_in_place() {
   if (!try_put_in_place()) throw_unwritable(path_, errno);
 }

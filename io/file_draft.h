@@ -1,9 +1,12 @@
 // Files that are replaced: whole or not at all.
 #pragma once
 
+#include <cstddef>
+#include <cstdint>
 #include <cstdio>
 #include <filesystem>
 #include <memory>
+#include <span>
 #include <string>
 #include <string_view>
 
@@ -21,6 +24,10 @@ class FileDraft {
   ~FileDraft();
 
   void write(std::string_view text);
+  // For drafts that are not written in order: takes the disk space of `bytes` bytes, and fills part
+  // of it. Not mixed with write().
+  void reserve(std::uint64_t bytes);
+  void write_at(std::uint64_t offset, std::span<const std::byte> bytes);
   void put_in_place();
   // The same, but returns false if the system refuses the rename, as it does onto a mount point.
   bool try_put_in_place();

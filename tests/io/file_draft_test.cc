@@ -2,8 +2,11 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 
+#include <csignal>
+#include <span>
 #include <vector>
 
 #include "tests/io/test_files.h"
@@ -52,6 +55,41 @@ TEST(FileDraft, ThatIsNotPutInPlaceIsGone) {
   }
   EXPECT_EQ(testing::read_bytes(path), "before");
   EXPECT_THAT(names_in(dir.path()), ::testing::ElementsAre("a"));
+}
+
+TEST(FileDraft, TakesItsPartsInAnyOrder) {
+  const TempDir dir;
+  const std::filesystem::path path = dir.write("a", "before");
+  {
+    FileDraft draft(path);
+    draft.reserve(6);
+    draft.write_at(4, std::as_bytes(std::span("ef", 2)));
+    draft.write_at(0, std::as_bytes(std::span("abcd", 4)));
+    EXPECT_EQ(testing::read_bytes(path), "before");
+    draft.put_in_place();
+  }
+  EXPECT_EQ(testing::read_bytes(path), "abcdef");
+  EXPECT_THAT(names_in(dir.path()), ::testing::ElementsAre("a"));
+}
+
+TEST(FileDraft, RefusesWhatThereIsNoRoomFor) {
+  const TempDir dir;
+  const auto reserve_and_write = [&](std::uint64_t reserved, std::uint64_t at) {
+    FileDraft draft(dir.path() / "a");
+    draft.reserve(reserved);
+    draft.write_at(at, std::as_bytes(std::span("abcd", 4)));
+  };
+  struct rlimit before {};
+  ASSERT_EQ(::getrlimit(RLIMIT_FSIZE, &before), 0);
+  struct rlimit small = before;
+  small.rlim_cur = 4096;
+  std::signal(SIGXFSZ, SIG_IGN);
+  ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &small), 0);
+  reserve_and_write(4096, 4092);
+  expect_error(ErrorCode::io, "cannot be written", [&] { reserve_and_write(4097, 0); });
+  expect_error(ErrorCode::io, "cannot be written", [&] { reserve_and_write(4096, 4096); });
+  ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &before), 0);
+  EXPECT_THAT(names_in(dir.path()), ::testing::IsEmpty());
 }
 
 TEST(ReplaceFile, NeitherFollowsLinksNorWaits) {
