@@ -14,25 +14,6 @@ double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-// Adds what the ledgers of a step's sessions have recorded since the steps in `seen`.
-void add_step(std::span<const Session> sessions, std::vector<std::uint64_t>& seen,
-              std::map<LayerMovement, Moved>* moved) {
-  std::set<LayerMovement> kinds;
-  for (std::size_t i = 0; i < sessions.size(); ++i) {
-    for (const LedgerStep& step : sessions[i].ledger().history()) {
-      if (step.index < seen[i]) continue;
-      for (const LedgerEntry& entry : step.entries) {
-        const LayerMovement kind = {entry.layer, entry.from, entry.to, entry.cause};
-        if (moved != nullptr) (*moved)[kind].traffic += entry.traffic;
-        kinds.insert(kind);
-      }
-    }
-    seen[i] = sessions[i].ledger().history().back().index + 1;
-  }
-  if (moved == nullptr) return;
-  for (const LayerMovement& kind : kinds) ++(*moved)[kind].requests;
-}
-
 // Decodes one known token per session; returns the logits of the first, valid until its next call.
 std::span<const float> decode(Engine& engine, std::span<Session> sessions,
                               std::span<const std::span<const TokenId>> texts) {
@@ -62,7 +43,31 @@ void compare(std::span<const float> logits, std::size_t step, DenseAnswers& dens
   result.agree.push_back(likeliest(dense[step]) == likeliest(own) ? 1.0 : 0.0);
 }
 
+std::vector<const Ledger*> session_ledgers(std::span<const Session> sessions) {
+  std::vector<const Ledger*> ledgers;
+  for (const Session& session : sessions) ledgers.push_back(&session.ledger());
+  return ledgers;
+}
+
 }  // namespace
+
+void add_step(std::span<const Ledger* const> ledgers, std::vector<std::uint64_t>& seen,
+              std::map<LayerMovement, Moved>* moved) {
+  std::set<LayerMovement> kinds;
+  for (std::size_t i = 0; i < ledgers.size(); ++i) {
+    for (const LedgerStep& step : ledgers[i]->history()) {
+      if (step.index < seen[i]) continue;
+      for (const LedgerEntry& entry : step.entries) {
+        const LayerMovement kind = {entry.layer, entry.from, entry.to, entry.cause};
+        if (moved != nullptr) (*moved)[kind].traffic += entry.traffic;
+        kinds.insert(kind);
+      }
+    }
+    seen[i] = ledgers[i]->history().back().index + 1;
+  }
+  if (moved == nullptr) return;
+  for (const LayerMovement& kind : kinds) ++(*moved)[kind].requests;
+}
 
 Crossing CellResult::crossed() const {
   Crossing sum;
@@ -83,6 +88,10 @@ SessionOptions session_of(const CellKey& key, const Policy& policy, const BenchS
   options.policies = {policy};
   options.sequences = key.sequences;
   return options;
+}
+
+bool is_answer(const Error& error) {
+  return error.code() == ErrorCode::memory || error.code() == ErrorCode::unsupported;
 }
 
 CellResult run_cell(Engine& engine, const CellKey& key, const Policy& policy,
@@ -106,7 +115,7 @@ CellResult run_cell(Engine& engine, const CellKey& key, const Policy& policy,
     const Clock::time_point begin = Clock::now();
     const std::span<const float> logits = decode(engine, sessions, texts);
     const double seconds = seconds_since(begin);
-    add_step(sessions, seen, counts ? &result.moved : nullptr);
+    add_step(session_ledgers(sessions), seen, counts ? &result.moved : nullptr);
     if (!counts) continue;
     result.step_seconds.push_back(seconds);
     compare(logits, static_cast<std::size_t>(step - steps.warm_up), dense, result);

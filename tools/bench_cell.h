@@ -12,6 +12,8 @@
 
 #include "sluice/bus.h"
 #include "sluice/engine.h"
+#include "sluice/errors.h"
+#include "sluice/ledger.h"
 
 namespace sluice::tools {
 
@@ -53,9 +55,18 @@ struct CellResult {
   Crossing crossed() const;
 };
 
+// Counts what a step's sequences moved: what their ledgers have recorded since the steps in `seen`,
+// which it moves on.
+void add_step(std::span<const Ledger* const> ledgers, std::vector<std::uint64_t>& seen,
+              std::map<LayerMovement, Moved>* moved);
+
 // Tokens that every sequence is fed: the prompt and the steps' tokens.
 std::int64_t tokens_of(const CellKey& key, const BenchSteps& steps);
 SessionOptions session_of(const CellKey& key, const Policy& policy, const BenchSteps& steps);
+
+// Caps that are too small, and what the device cannot do, are an answer of one cell; anything else
+// would go wrong in other cells, too.
+bool is_answer(const Error& error);
 
 // Runs a cell. Sequence i reads `texts[i]`, tokens_of() tokens. Fills `dense` if it is empty and
 // compares with it otherwise. Throws Error{memory} if the plan does not fit.

@@ -61,7 +61,7 @@ std::vector<Group> groups_of(const std::vector<NamedPolicy>& policies, Sessions 
 }
 
 // Tokens of a passage and its longest probe.
-std::int64_t length_of(const Passage& passage) {
+std::int64_t passage_tokens(const Passage& passage) {
   std::size_t longest = 0;
   for (const Probe& probe : passage.probes) {
     std::size_t length = 0;
@@ -76,7 +76,7 @@ SessionOptions session_of(const Group& group, const std::vector<NamedPolicy>& po
                           const std::vector<Passage>& passages, int step_tokens) {
   SessionOptions wanted;
   for (const Passage& passage : passages) {
-    wanted.context = std::max(wanted.context, length_of(passage));
+    wanted.context = std::max(wanted.context, passage_tokens(passage));
   }
   for (const std::size_t i : group) wanted.policies.push_back(policies[i].policy);
   wanted.decode_batch = step_tokens;

@@ -31,7 +31,7 @@ constexpr std::uint64_t kMostReport = std::uint64_t{256} << 20;
 constexpr std::size_t kMostParts = std::size_t{64} << 20;
 constexpr int kWriteShare = 19;  // time between two writes of parts, as a multiple of a write
 
-nlohmann::json machine_of(const std::string& device) {
+nlohmann::json machine_here(const std::string& device) {
   const Topology topology = detect_topology();
   nlohmann::json machine = {{"processor", topology.processor},
                             {"instruction_sets", topology.instruction_sets},
@@ -165,7 +165,7 @@ nlohmann::json run_record(const ModelFlags& model, const std::string& text,
       {"commit", commit.empty() ? nlohmann::json() : nlohmann::json(commit)},
       {"command", essential(command_arguments())},
       {"device", model.device},
-      {"machine", machine_of(model.device)},
+      {"machine", machine_here(model.device)},
       {"checkpoint", hex(fingerprint_of(Checkpoint::open(model.model)))},
       {"scorers", checksums_of(model.scorers)},
       {"text", text.empty() ? nlohmann::json() : nlohmann::json(checksum_of_file(text))},

@@ -1,0 +1,30 @@
+// The flags of `sluice bench`.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "tools/model_flags.h"
+
+namespace sluice::tools {
+
+struct BenchFlags {
+  ModelFlags model;
+  std::string text;
+
+  std::vector<std::string> policies = {"values", "quest"};
+  std::vector<std::string> contexts;  // none: 8K
+  std::vector<std::string> caps;
+  std::vector<int> sequences = {1};
+  std::vector<std::string> buses;
+  std::optional<int> steps;
+  std::optional<int> warm_up;
+  std::string json;
+  std::string csv;
+  bool no_baseline = false;
+  bool force = false;
+  bool resume = false;
+};
+
+}  // namespace sluice::tools

@@ -1,0 +1,156 @@
+// `sluice bench` of a model behind a text.
+#include <map>
+#include <optional>
+#include <utility>
+
+#include "io/file.h"
+#include "sluice/errors.h"
+#include "tools/bench_subject.h"
+#include "tools/eval_tasks.h"
+#include "tools/run_record.h"
+
+namespace sluice::tools {
+namespace {
+
+Engine open_bench_engine(const ModelFlags& flags, const std::string& cap) {
+  ModelFlags model = flags;
+  model.device_memory = cap;
+  return Engine::open(model.config());
+}
+
+// The ids of a text, from which every sequence reads a part of its own.
+class Texts {
+ public:
+  Texts(const Engine& engine, const std::string& path)
+      : prefix_(engine.encode_prompt("")),
+        ids_(engine.tokenizer().encode(read_text_file(path, kMaxTextBytes))) {}
+
+  // Throws Error{prompt} if the text is too short for a cell.
+  void require(const CellKey& key, const BenchSteps& steps) const {
+    const std::int64_t most = std::ssize(ids_) + std::ssize(prefix_);
+    if (tokens_of(key, steps) <= most) return;
+    throw Error(ErrorCode::prompt,
+                "--text has " + std::to_string(most) + " tokens, but --context " +
+                    std::to_string(key.context) + " with its steps needs " +
+                    std::to_string(tokens_of(key, steps)) + "; give a longer text");
+  }
+
+  // Parts of one length, spread evenly over the text.
+  std::vector<std::vector<TokenId>> parts(const CellKey& key, const BenchSteps& steps) const {
+    const std::int64_t length = tokens_of(key, steps) - std::ssize(prefix_);
+    const std::int64_t room = std::ssize(ids_) - length;
+    std::vector<std::vector<TokenId>> parts;
+    for (int i = 0; i < key.sequences; ++i) {
+      const auto first = ids_.begin() + room * i / key.sequences;
+      std::vector<TokenId>& part = parts.emplace_back(prefix_);
+      part.insert(part.end(), first, first + length);
+    }
+    return parts;
+  }
+
+ private:
+  std::vector<TokenId> prefix_;
+  std::vector<TokenId> ids_;
+};
+
+// The engine of one cap at a time, because two would take twice the memory.
+class Engines {
+ public:
+  explicit Engines(const ModelFlags& flags)
+      : flags_(flags), engine_(open_bench_engine(flags, "")) {}
+
+  // The engine without a cap, whose weights need not be loaded; until under() is called.
+  const Engine& first() const { return *engine_; }
+  // The engine under `cap`, with weights. Throws Error{memory} if the cap is too small for it.
+  Engine& under(const std::string& cap) {
+    if (!engine_ || cap != cap_) {
+      engine_.reset();
+      cap_ = cap;
+      engine_ = open_bench_engine(flags_, cap);
+    }
+    engine_->load_weights();
+    return *engine_;
+  }
+
+ private:
+  const ModelFlags& flags_;
+  std::string cap_;
+  std::optional<Engine> engine_;
+};
+
+class ModelSubject : public BenchSubject {
+ public:
+  explicit ModelSubject(const BenchFlags& flags)
+      : flags_(flags),
+        steps_(steps_of(flags, {})),
+        engines_(flags.model),
+        texts_(engines_.first(), flags.text) {}
+
+  Policy policy(const std::string& text) const override {
+    const Engine& engine = engines_.first();
+    Policy policy = engine.policy(text);
+    validate(policy, engine.info().kv, flags_.model.config().scorers);
+    return policy;
+  }
+
+  std::vector<std::int64_t> contexts() const override { return {8192}; }
+  BenchSteps steps() const override { return steps_; }
+
+  void require(std::span<const WantedCell> cells) override {
+    for (const WantedCell& wanted : cells) texts_.require(wanted.key, steps_);
+    for (const WantedCell& wanted : cells) require_plan(wanted);
+  }
+
+  nlohmann::json head() const override {
+    return {{"run", run_record(flags_.model, flags_.text)},
+            {"model", flags_.model.model},
+            {"text", flags_.text}};
+  }
+
+  CellResult run(const WantedCell& cell) override {
+    const CellKey& key = cell.key;
+    const std::vector<std::vector<TokenId>> parts = texts_.parts(key, steps_);
+    const std::vector<std::span<const TokenId>> views(parts.begin(), parts.end());
+    Engine& engine = engines_.under(key.device_memory);
+    DenseAnswers& answers = dense_[{key.context, key.sequences}];
+    if (answers.empty() && cell.method.policy != Policy()) {
+      static_cast<void>(run_cell(engine, key, Policy(), steps_, views, answers));
+    }
+    return run_cell(engine, key, cell.method.policy, steps_, views, answers);
+  }
+
+ private:
+  // Contexts beyond the model, and plans that are wrong for any cap, are refused before the weights
+  // are loaded.
+  void require_plan(const WantedCell& wanted) const {
+    const Engine& engine = engines_.first();
+    const std::int64_t trained = engine.info().trained_context;
+    const std::int64_t tokens = tokens_of(wanted.key, steps_);
+    if (trained > 0 && tokens > trained) {
+      throw Error(ErrorCode::usage, "--context " + std::to_string(wanted.key.context) +
+                                        " with its steps is " + std::to_string(tokens) +
+                                        " tokens, but the model was trained for " +
+                                        std::to_string(trained));
+    }
+    try {
+      static_cast<void>(engine.plan(session_of(wanted.key, wanted.method.policy, steps_)));
+    } catch (const Error& error) {
+      if (!is_answer(error)) throw;
+    }
+  }
+
+  const BenchFlags& flags_;
+  BenchSteps steps_;
+  Engines engines_;
+  Texts texts_;
+  // Dense attention's answers by context and number of sequences.
+  std::map<std::pair<std::int64_t, int>, DenseAnswers> dense_;
+};
+
+}  // namespace
+
+std::unique_ptr<BenchSubject> model_subject(const BenchFlags& flags) {
+  return std::make_unique<ModelSubject>(flags);
+}
+
+}  // namespace sluice::tools
