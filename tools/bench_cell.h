@@ -1,5 +1,5 @@
 // One cell of `sluice bench`: decode steps of some sequences behind a context, under one policy and
-// one cap, planned by itself.
+// one cap, planned by itself. With a model: run_cell() here; without: bench_replay.h.
 #pragma once
 
 #include <cstdint>
@@ -44,12 +44,17 @@ struct Moved {
 using DenseAnswers = std::vector<std::vector<float>>;  // [steps][vocabulary], nats
 
 struct CellResult {
-  Plan plan;
+  Plan plan;                             // without a model only `kv` of it
   double prompt_seconds = 0.0;           // to read the prompts of all sequences
-  std::vector<double> step_seconds;      // of the steps that count, logits in host memory
+  std::vector<double> step_seconds;      // of the steps that count, results in host memory
   std::map<LayerMovement, Moved> moved;  // of these steps, all sequences together
-  std::vector<double> kl;                // KL(dense || this) per step of the first sequence, nats
+
+  // With a model, per step of the first sequence:
+  std::vector<double> kl;     // KL(dense || this), nats
   std::vector<double> agree;  // 1: the likeliest token is dense attention's; 0: it is not
+  // Without, the same, each the mean over layers and query heads:
+  std::vector<double> output_error;     // |output - dense output| / |dense output|
+  std::vector<double> attended_weight;  // share of dense attention's weight that was attended
 
   // Sums over layers and causes of what crossed between two different tiers.
   Crossing crossed() const;

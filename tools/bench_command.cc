@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <filesystem>
 #include <fstream>
+#include <initializer_list>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -28,7 +29,9 @@ constexpr const char* kExample =
     "and a plot of them (bench/plot_bench.py, with python3-matplotlib):\n"
     "  sluice bench -m DIR -t BOOK.txt --policy values quest --context 8K 16K \\\n"
     "    --device-memory none 64MiB --bus 12.5GB/s,10us --json bench.json\n"
-    "  bench/plot_bench.py bench.json\n";
+    "  bench/plot_bench.py bench.json\n"
+    "The same of q, k and v of any model:\n"
+    "  sluice bench --arrays FILE.safetensors --policy values --device-memory 64MiB\n";
 
 std::vector<std::int64_t> contexts_of(const BenchFlags& flags, const BenchSubject& subject) {
   if (flags.contexts.empty()) return subject.contexts();
@@ -63,10 +66,31 @@ void require_usage(bool holds, const std::string& message) {
   if (!holds) throw Error(ErrorCode::usage, message);
 }
 
-void validate_flags(const BenchFlags& flags) {
+// Flags that do not go with what is measured; none has a silent effect.
+void refuse_flags(const CLI::App& app, std::initializer_list<const char*> names, const char* why) {
+  for (const char* const name : names) {
+    require_usage(app.count(name) == 0, std::string(name) + " " + why);
+  }
+}
+
+void require_subject(const CLI::App& app, const BenchFlags& flags) {
+  require_usage(flags.model.model.empty() != flags.arrays.empty(),
+                "give one of --model with --text and --arrays: what is measured");
+  if (!flags.model.model.empty()) require_usage(!flags.text.empty(), "--text is required");
+  if (flags.model.model.empty()) {
+    refuse_flags(app, {"--text", "--compute", "--weights", "--host-attention"},
+                 "goes with --model");
+  }
+  if (flags.arrays.empty()) refuse_flags(app, {"--scale"}, "goes with --arrays");
+}
+
+void validate_flags(const CLI::App& app, const BenchFlags& flags) {
+  require_subject(app, flags);
   for (const int count : flags.sequences) {
     require_usage(count >= 1 && count <= 64, "--sequences must be 1 to 64");
   }
+  const bool is_scale = !flags.scale || (*flags.scale > 0.0 && *flags.scale <= 1e6);
+  require_usage(is_scale, "--scale must be above 0, up to 1e6");
   static_cast<void>(steps_of(flags, {}));
   require_usage(!flags.force || !flags.json.empty() || !flags.csv.empty(),
                 "--force goes with --json or --csv");
@@ -127,6 +151,10 @@ void write_csv(const std::string& path, const nlohmann::json& cells) {
   if (!path.empty()) replace_file(path, bench_csv(cells));
 }
 
+std::unique_ptr<BenchSubject> subject_of(const BenchFlags& flags) {
+  return flags.arrays.empty() ? model_subject(flags) : array_subject(flags);
+}
+
 nlohmann::json measure(BenchSubject& subject, const WantedCell& wanted,
                        std::span<const Bus> buses) {
   try {
@@ -145,9 +173,21 @@ nlohmann::json head_of(const BenchSubject& subject) {
   return head;
 }
 
+// Files that the command reads besides the checkpoint's.
+std::vector<std::string> inputs_of(const BenchFlags& flags) {
+  std::vector<std::string> inputs = {flags.text, flags.arrays};
+  if (flags.arrays.empty()) return inputs;
+  for (const char* const name : {"/q.npy", "/k.npy", "/v.npy"}) {
+    inputs.push_back(flags.arrays + name);
+  }
+  return inputs;
+}
+
 void require_outputs(const BenchFlags& flags) {
-  require_writable(flags.json, flags.model.model, flags.text, flags.force);
-  require_writable(flags.csv, flags.model.model, flags.text, true);
+  for (const std::string& input : inputs_of(flags)) {
+    require_writable(flags.json, flags.model.model, input, flags.force);
+    require_writable(flags.csv, flags.model.model, input, true);
+  }
   require_csv_writable(flags.csv, flags.force);
   require_usage(!is_one_file(flags.json, flags.csv),
                 "--json and --csv have to name files of their own");
@@ -161,11 +201,11 @@ int exit_code_of(const nlohmann::json& cells) {
   return 0;
 }
 
-int run(const BenchFlags& flags) {
-  validate_flags(flags);
+int run(const CLI::App& app, const BenchFlags& flags) {
+  validate_flags(app, flags);
   const std::vector<Bus> buses = buses_of(flags);
   require_outputs(flags);
-  const std::unique_ptr<BenchSubject> subject = model_subject(flags);
+  const std::unique_ptr<BenchSubject> subject = subject_of(flags);
   const std::vector<WantedCell> cells = cells_of(flags, *subject);
   subject->require(cells);
   GrowingReport report(flags.json, flags.force, flags.resume, head_of(*subject));
@@ -192,6 +232,19 @@ int run(const BenchFlags& flags) {
   return code;
 }
 
+// Flags that say what is measured.
+void add_subject(CLI::App& app, BenchFlags& flags) {
+  app.get_option("--model")->required(false);
+  app.add_option("-t,--text", flags.text,
+                 "with --model: text that the sequences read, each another part");
+  app.add_option("--arrays", flags.arrays,
+                 "instead of a model: a safetensors file with its q, k and v, or a folder with "
+                 "q.npy, k.npy and v.npy, after RoPE: q [layers, steps, query heads, head_dim], k "
+                 "and v [layers, tokens, KV heads, head_dim], tokens being the context and one per "
+                 "step");
+  app.add_option("--scale", flags.scale, "with --arrays: of logits. Default: 1/sqrt(head_dim)");
+}
+
 }  // namespace
 
 BenchSteps steps_of(const BenchFlags& flags, const BenchSteps& otherwise) {
@@ -211,13 +264,13 @@ Command add_bench(CLI::App& app) {
   flags->model.planned.clear();
   app.remove_option(app.get_option("--device-memory"));
   app.footer(std::string(kExample) + "\n" + policy_help() + "\n" + app.get_footer());
-  app.add_option("-t,--text", flags->text, "text that the sequences read, each another part")
-      ->required();
+  add_subject(app, *flags);
   app.add_option("--policy", flags->policies,
                  "a preset or a policy line; may be given several times. dense is always measured")
       ->capture_default_str();
   app.add_option("--context", flags->contexts,
-                 "tokens before the steps, as 8192 or 8K; several. Default: 8K");
+                 "tokens before the steps, as 8192 or 8K; several. Default: 8K; of arrays all, and "
+                 "if fewer are given, the newest");
   app.add_option("--device-memory", flags->caps,
                  "cap on the device tier, as 64MiB, or none; several. On a GPU it covers weights "
                  "and activations, too. Dense attention is measured without a cap, too. Default: "
@@ -225,7 +278,8 @@ Command add_bench(CLI::App& app) {
   add_integer(app, "--sequences", flags->sequences,
               "sequences that decode together, 1 to 64; several")
       ->capture_default_str();
-  app.add_option("--steps", flags->steps, "decode steps that are measured. Default: 16")
+  app.add_option("--steps", flags->steps,
+                 "decode steps that are measured. Default: 16; of arrays all that are left")
       ->transform(whole_number<int>());
   app.add_option("--warm-up", flags->warm_up,
                  "decode steps before those that are measured. Default: 4")
@@ -241,7 +295,7 @@ Command add_bench(CLI::App& app) {
   app.add_flag("--resume", flags->resume,
                "keep the finished cells of the report at --json, which the same command wrote");
   add_force(app, flags->force, "--json or --csv");
-  return [flags] { return run(*flags); };
+  return [flags, &app] { return run(app, *flags); };
 }
 
 }  // namespace sluice::tools

@@ -10,11 +10,14 @@
 namespace sluice::tools {
 
 struct BenchFlags {
+  // A model and its text, or arrays.
   ModelFlags model;
   std::string text;
+  std::string arrays;
+  std::optional<double> scale;  // of the arrays' logits
 
   std::vector<std::string> policies = {"values", "quest"};
-  std::vector<std::string> contexts;  // none: 8K
+  std::vector<std::string> contexts;  // none: 8K, or all that arrays have
   std::vector<std::string> caps;
   std::vector<int> sequences = {1};
   std::vector<std::string> buses;

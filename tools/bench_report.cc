@@ -70,6 +70,30 @@ nlohmann::json modelled_json(const Bus& bus, const Crossing& crossed, double ste
           {"overlapped_step_ms", std::max(step_ms, transfer_ms)}};
 }
 
+// Without a model a plan has nothing of weights, activations and the process.
+nlohmann::json plan_json(const CellResult& result) {
+  nlohmann::json plan = nlohmann::json::parse(result.plan.to_json());
+  if (result.output_error.empty()) return plan;
+  for (const char* const name :
+       {"weight_bytes", "activation_bytes", "prompt_bytes", "loading_bytes", "loading_peak_bytes",
+        "program_bytes", "thread_bytes", "backend_bytes", "on_device", "dense_is_faster",
+        "process_bytes"}) {
+    plan.erase(name);
+  }
+  plan["staging_bytes"] = result.plan.kv.staging_bytes;
+  return plan;
+}
+
+// A cell's loss: of tokens with a model, else of attention's outputs.
+const char* loss_of(const nlohmann::json& cell) {
+  return cell.contains("output_error") ? "output_error" : "kl";
+}
+
+bool has_output_errors(const nlohmann::json& cells) {
+  return std::any_of(cells.begin(), cells.end(),
+                     [](const nlohmann::json& cell) { return cell.contains("output_error"); });
+}
+
 nlohmann::json head_json(const CellKey& key, const std::string& line) {
   nlohmann::json cell = json_of(key);
   cell["line"] = line;
@@ -104,15 +128,21 @@ std::string table_line(const nlohmann::json& cell, std::size_t width) {
     return line + " " + cell["error"]["message"].get<std::string>() + "\n";
   }
   const nlohmann::json& ms = cell["step_ms"];
-  line += format("%8.2f %8.2f %8.1f %8.2f %10s %10s %8.4f", ms["p50"].get<double>(),
-                 ms["p99"].get<double>(), cell["tokens_per_second"].get<double>(),
-                 cell["prompt_seconds"].get<double>(), bytes_text(cell["crossed_bytes"]).c_str(),
-                 bytes_text(cell["index_bytes"]).c_str(), cell["kl"]["mean"].get<double>());
+  line +=
+      format("%8.2f %8.2f %8.1f %8.2f %10s %10s %8.4f", ms["p50"].get<double>(),
+             ms["p99"].get<double>(), cell["tokens_per_second"].get<double>(),
+             cell["prompt_seconds"].get<double>(), bytes_text(cell["crossed_bytes"]).c_str(),
+             bytes_text(cell["index_bytes"]).c_str(), cell[loss_of(cell)]["mean"].get<double>());
   for (const nlohmann::json& model : cell["modelled"]) {
     line += format("  %8.2f %8.2f", model["step_ms"].get<double>(),
                    model["overlapped_step_ms"].get<double>());
   }
   return line + "\n";
+}
+
+// Null if the cell has no such estimate.
+nlohmann::json member_of(const nlohmann::json& cell, const char* estimate, const char* member) {
+  return cell.contains(estimate) ? cell[estimate][member] : nlohmann::json();
 }
 
 std::string quoted(const std::string& text) {
@@ -151,8 +181,13 @@ nlohmann::json cell_json(const CellKey& key, const std::string& line, const Cell
       {"mean", 1e3 * mean}, {"p50", median}, {"p99", 1e3 * percentile(result.step_seconds, 0.99)}};
   cell["tokens_per_second"] = key.sequences / mean;
   cell["prompt_seconds"] = result.prompt_seconds;
-  cell["kl"] = json_of(estimate_of(result.kl));
-  cell["top1_agreement"] = json_of(estimate_of(result.agree));
+  if (result.output_error.empty()) {
+    cell["kl"] = json_of(estimate_of(result.kl));
+    cell["top1_agreement"] = json_of(estimate_of(result.agree));
+  } else {
+    cell["output_error"] = json_of(estimate_of(result.output_error));
+    cell["attended_weight"] = json_of(estimate_of(result.attended_weight));
+  }
   cell["crossed_bytes"] = static_cast<double>(crossed.bytes) / steps;
   cell["crossed_requests"] = static_cast<double>(crossed.requests) / steps;
   cell["traffic"] = traffic_json(result, steps);
@@ -161,7 +196,7 @@ nlohmann::json cell_json(const CellKey& key, const std::string& line, const Cell
   cell["device_bytes"] = result.plan.kv.device_bytes;
   cell["host_bytes"] = result.plan.kv.host_bytes;
   cell["disk_bytes"] = result.plan.kv.disk_bytes;
-  cell["plan"] = nlohmann::json::parse(result.plan.to_json());
+  cell["plan"] = plan_json(result);
   nlohmann::json models = nlohmann::json::array();
   for (const Bus& bus : buses) models.push_back(modelled_json(bus, crossed, steps, median));
   cell["modelled"] = models;
@@ -178,9 +213,9 @@ std::string bench_table(const nlohmann::json& cells) {
   const std::size_t width = policy_width(cells);
   std::string head = "policy";
   head.resize(width, ' ');
-  std::string table =
-      head + format(" %8s %9s %4s %8s %8s %8s %8s %10s %10s %8s", "context", "cap", "seqs",
-                    "ms p50", "ms p99", "token/s", "prompt s", "moved/step", "index", "KL");
+  std::string table = head + format(" %8s %9s %4s %8s %8s %8s %8s %10s %10s %8s", "context", "cap",
+                                    "seqs", "ms p50", "ms p99", "token/s", "prompt s", "moved/step",
+                                    "index", has_output_errors(cells) ? "error" : "KL");
   std::vector<std::string> buses;
   for (const nlohmann::json& cell : cells) {
     for (const nlohmann::json& model : cell.value("modelled", nlohmann::json::array())) {
@@ -207,24 +242,28 @@ std::string bench_table(const nlohmann::json& cells) {
 std::string bench_csv(const nlohmann::json& cells) {
   std::string csv =
       "policy,context,device_memory,sequences,bus,steps,step_ms_mean,step_ms_p50,step_ms_p99,"
-      "tokens_per_second,prompt_seconds,kl,kl_error,top1_agreement,crossed_bytes,crossed_requests,"
+      "tokens_per_second,prompt_seconds,kl,kl_error,top1_agreement,output_error,output_error_error,"
+      "attended_weight,crossed_bytes,crossed_requests,"
       "index_bytes,device_bytes,host_bytes,disk_bytes,transfer_ms,modelled_step_ms,"
       "modelled_overlapped_step_ms,error\n";
   for (const nlohmann::json& cell : cells) {
     const std::string key = quoted(cell["policy"]) + "," + cell["context"].dump() + "," +
                             cap_of(cell) + "," + cell["sequences"].dump();
     if (cell.contains("error")) {
-      csv += key + std::string(20, ',') + quoted(cell["error"]["message"]) + "\n";
+      csv += key + std::string(23, ',') + quoted(cell["error"]["message"]) + "\n";
       continue;
     }
     std::string numbers;
     for (const nlohmann::json& value :
          {cell["steps"], cell["step_ms"]["mean"], cell["step_ms"]["p50"], cell["step_ms"]["p99"],
-          cell["tokens_per_second"], cell["prompt_seconds"], cell["kl"]["mean"],
-          cell["kl"]["standard_error"], cell["top1_agreement"]["mean"], cell["crossed_bytes"],
+          cell["tokens_per_second"], cell["prompt_seconds"], member_of(cell, "kl", "mean"),
+          member_of(cell, "kl", "standard_error"), member_of(cell, "top1_agreement", "mean"),
+          member_of(cell, "output_error", "mean"),
+          member_of(cell, "output_error", "standard_error"),
+          member_of(cell, "attended_weight", "mean"), cell["crossed_bytes"],
           cell["crossed_requests"], cell["index_bytes"], cell["device_bytes"], cell["host_bytes"],
           cell["disk_bytes"]}) {
-      numbers += "," + value.dump();
+      numbers += "," + (value.is_null() ? "" : value.dump());
     }
     const auto add_line = [&](const std::string& bus, const std::string& modelled) {
       csv += key;

@@ -1,4 +1,5 @@
-// What the cells of `sluice bench` measure: a model behind a text.
+// What the cells of `sluice bench` measure: a model behind a text, or attention over rows without a
+// model.
 #pragma once
 
 #include <cstdint>
@@ -49,6 +50,7 @@ class BenchSubject {
 
 // The files may not change while they live; `flags` have to outlive them.
 std::unique_ptr<BenchSubject> model_subject(const BenchFlags& flags);
+std::unique_ptr<BenchSubject> array_subject(const BenchFlags& flags);
 
 // The number of --steps and --warm-up, or those of BenchSteps. Throws Error{usage}.
 BenchSteps steps_of(const BenchFlags& flags, const BenchSteps& otherwise);

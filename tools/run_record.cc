@@ -46,14 +46,8 @@ nlohmann::json machine_here(const std::string& device) {
   return machine;
 }
 
-std::string hex(std::uint64_t number) {
-  std::array<char, 17> text{};
-  std::snprintf(text.data(), text.size(), "%016llx", static_cast<unsigned long long>(number));
-  return text.data();
-}
-
 std::string checksum_text(const std::string& bytes) {
-  return hex(checksum_of(std::as_bytes(std::span(bytes))));
+  return fingerprint_text(checksum_of(std::as_bytes(std::span(bytes))));
 }
 
 std::string checksum_of_file(const std::string& path) {
@@ -64,6 +58,11 @@ nlohmann::json checksums_of(const std::vector<std::string>& files) {
   nlohmann::json checksums = nlohmann::json::array();
   for (const std::string& file : files) checksums.push_back(checksum_of_file(file));
   return checksums;
+}
+
+nlohmann::json checkpoint_of(const std::string& model) {
+  if (model.empty()) return nullptr;
+  return fingerprint_text(fingerprint_of(Checkpoint::open(model)));
 }
 
 std::string json_text(const nlohmann::json& json) {
@@ -130,9 +129,9 @@ void require_same_run(const std::string& path, const nlohmann::json& before,
     }
     refuse_report(path, "is the report of another command (" + in_quotes(line_of(arguments)) + ")");
   }
-  for (const char* const what :
-       {"another version", "another commit", "another machine", "another checkpoint",
-        "other scorers", "another text", "other data", "another plan", "other policies"}) {
+  for (const char* const what : {"another version", "another commit", "another machine",
+                                 "another checkpoint", "other scorers", "another text",
+                                 "other data", "other arrays", "another plan", "other policies"}) {
     const std::string name = std::strchr(what, ' ') + 1;
     const std::string own = shared_text(now, name);
     const std::string other = shared_text(before, name);
@@ -143,6 +142,12 @@ void require_same_run(const std::string& path, const nlohmann::json& before,
 }
 
 }  // namespace
+
+std::string fingerprint_text(std::uint64_t fingerprint) {
+  std::array<char, 17> text{};
+  std::snprintf(text.data(), text.size(), "%016llx", static_cast<unsigned long long>(fingerprint));
+  return text.data();
+}
 
 std::vector<std::string> command_arguments() {
   std::ifstream file("/proc/self/cmdline", std::ios::binary);
@@ -166,7 +171,7 @@ nlohmann::json run_record(const ModelFlags& model, const std::string& text,
       {"command", essential(command_arguments())},
       {"device", model.device},
       {"machine", machine_here(model.device)},
-      {"checkpoint", hex(fingerprint_of(Checkpoint::open(model.model)))},
+      {"checkpoint", checkpoint_of(model.model)},
       {"scorers", checksums_of(model.scorers)},
       {"text", text.empty() ? nlohmann::json() : nlohmann::json(checksum_of_file(text))},
       {"start", utc_now()}};

@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <cstddef>
+#include <cstdint>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <string_view>
@@ -19,10 +20,13 @@ std::string_view source_commit();
 // The arguments of this process without the program's name.
 std::vector<std::string> command_arguments();
 
+// A fingerprint as records have it.
+std::string fingerprint_text(std::uint64_t fingerprint);
+
 // One JSON object: version, commit (null if unknown), command, machine, device, a fingerprint of
-// the checkpoint, one of the file at `text` (null without), those of the scorers, of the plan and
-// of `data` if there are any, and start (UTC). Throws what Checkpoint::open() and read_text_file()
-// throw.
+// the checkpoint (null without), one of the file at `text` (null without), those of the scorers, of
+// the plan and of `data` if there are any, and start (UTC). Throws what Checkpoint::open() and
+// read_text_file() throw.
 nlohmann::json run_record(const ModelFlags& model, const std::string& text,
                           const std::vector<std::string>& data = {});
 
@@ -37,8 +41,8 @@ class GrowingReport {
  public:
   // `head` has the members before the results, run_record()'s under "run". With `resumes` the
   // results of the report at `path` stay, if there is one. Throws Error{usage} if that report is of
-  // another command, commit, version, machine, checkpoint, text, data or policies, and
-  // Error{corrupt} if it is none or if its results do not have the checksum that it was written
+  // another command, commit, version, machine, checkpoint, text, data, arrays or policies,
+  // and Error{corrupt} if it is none or if its results do not have the checksum that it was written
   // with.
   GrowingReport(std::string path, bool force, bool resumes, nlohmann::json head);
 

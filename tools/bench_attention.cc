@@ -1,0 +1,202 @@
+// `sluice bench` of attention over rows, without a model.
+#include <algorithm>
+#include <map>
+#include <optional>
+#include <utility>
+
+#include "lib/text.h"
+#include "sluice/errors.h"
+#include "tools/bench_arrays.h"
+#include "tools/bench_replay.h"
+#include "tools/bench_subject.h"
+#include "tools/output.h"
+#include "tools/run_record.h"
+
+namespace sluice::tools {
+namespace {
+
+KvConfig base_cache(const BenchFlags& flags, const KvShape& shape) {
+  const EngineConfig engine = flags.model.config();
+  KvConfig config;
+  config.shape = shape;
+  config.shape.rows = engine.kv_dtype;
+  config.device = engine.device;
+  config.threads = engine.threads;
+  if (engine.chunk != 0) config.chunk = engine.chunk;
+  config.scale = flags.scale;
+  config.host_memory = engine.host_memory;
+  config.row_cache = engine.row_cache;
+  config.disk = engine.disk;
+  config.scorers = engine.scorers;
+  return config;
+}
+
+nlohmann::json json_of_shape(const KvShape& shape) {
+  return {{"layers", shape.layers},
+          {"query_heads", shape.query_heads},
+          {"kv_heads", shape.kv_heads},
+          {"head_dim", shape.head_dim}};
+}
+
+class AttentionSubject : public BenchSubject {
+ public:
+  AttentionSubject(const BenchFlags& flags, const KvShape& shape, BenchSteps steps)
+      : flags_(flags), steps_(steps), base_(base_cache(flags, shape)) {
+    require_cache();
+  }
+
+  Policy policy(const std::string& text) const override {
+    Policy policy = parse_policy(text, base_.scorers);
+    validate(policy, base_.shape, base_.scorers);
+    return policy;
+  }
+
+  BenchSteps steps() const override { return steps_; }
+
+  void require(std::span<const WantedCell> cells) override {
+    for (const WantedCell& cell : cells) require_tokens(cell.key);
+  }
+
+  CellResult run(const WantedCell& cell) override {
+    require_replayable(cell.method.policy);
+    const std::vector<std::shared_ptr<const BenchRows>> own = sequences(cell.key);
+    std::vector<const BenchRows*> rows;
+    for (const std::shared_ptr<const BenchRows>& sequence : own) rows.push_back(sequence.get());
+    const ReplayRows replay = {rows, first_token(cell.key)};
+    DenseOutputs& dense = dense_[{cell.key.context, cell.key.sequences}];
+    if (dense.empty() && cell.method.policy != Policy()) {
+      static_cast<void>(run_one(cell.key, Policy(), replay, dense));
+    }
+    return run_one(cell.key, cell.method.policy, replay, dense);
+  }
+
+ protected:
+  const BenchFlags& flags() const { return flags_; }
+  const KvShape& shape() const { return base_.shape; }
+
+  // Throws for a context that there are no rows for.
+  virtual void require_tokens(const CellKey& key) const = 0;
+  // The token that begins the context of a cell.
+  virtual std::int64_t first_token(const CellKey& /*key*/) const { return 0; }
+  // The rows of each sequence of a cell.
+  virtual std::vector<std::shared_ptr<const BenchRows>> sequences(const CellKey& key) const = 0;
+
+ private:
+  // Finds out now what no cell could run: a shape, a scale or a device.
+  void require_cache() const {
+    KvConfig config = base_;
+    config.context = kPageTokens;
+    config.host_memory.reset();
+    config.disk.reset();
+    try {
+      const KvCache cache(config);
+    } catch (const Error& error) {
+      throw Error(error.code(), flags_.arrays + ": " + error.what());
+    }
+  }
+  // Rows are appended as they are: no prompt is computed, and none of its tokens has a query.
+  void require_replayable(const Policy& policy) const {
+    const auto refuse = [](const std::string& what) {
+      throw Error(ErrorCode::unsupported, what + "; bench measures it with --model");
+    };
+    if (policy.correct != 0) refuse("correct: a correction needs a model");
+    if (!policy.prefill.dense()) refuse("prefill: the context's tokens have no queries");
+    if (base_.scorers.at(policy.select).observes()) {
+      refuse("select=" + policy.select.name +
+             " looks at the queries of the context's tokens, which have none");
+    }
+  }
+
+  CellResult run_one(const CellKey& key, const Policy& policy, const ReplayRows& rows,
+                     DenseOutputs& dense) const {
+    KvConfig config = cache_of(base_, key, policy, steps_);
+    if (!key.device_memory.empty()) {
+      config.device_memory = parse_cap(key.device_memory, "--device-memory");
+    }
+    try {
+      return run_replay(config, key, steps_, rows, dense);
+    } catch (const Error& error) {
+      if (error.code() != ErrorCode::numeric) throw;
+      throw Error(error.code(),
+                  flags_.arrays + ": under policy " + in_quotes(key.policy) + ": " + error.what());
+    }
+  }
+
+  const BenchFlags& flags_;
+  BenchSteps steps_;
+  KvConfig base_;
+  // Dense attention by context and number of sequences.
+  std::map<std::pair<std::int64_t, int>, DenseOutputs> dense_;
+};
+
+// The steps of arrays: up to 4 of warm-up, and the others are measured, unless flags say otherwise.
+BenchSteps steps_in(const BenchFlags& flags, const BenchArrays& arrays) {
+  constexpr std::int64_t kWarmUp = BenchSteps().warm_up;
+  constexpr std::int64_t kMost = 10000;
+  const std::int64_t warm_up =
+      flags.warm_up ? *flags.warm_up : std::min(kWarmUp, arrays.steps() - 1);
+  BenchSteps all;
+  all.warm_up = static_cast<int>(warm_up);
+  all.steps = static_cast<int>(std::clamp<std::int64_t>(arrays.steps() - warm_up, 1, kMost));
+  const BenchSteps steps = steps_of(flags, all);
+  if (std::int64_t{steps.steps} + steps.warm_up <= arrays.steps()) return steps;
+  throw Error(ErrorCode::usage,
+              flags.arrays + ": has queries of " + std::to_string(arrays.steps()) +
+                  " steps, fewer than --warm-up " + std::to_string(steps.warm_up) +
+                  " and --steps " + std::to_string(steps.steps) + " take");
+}
+
+class ArraySubject : public AttentionSubject {
+ public:
+  ArraySubject(const BenchFlags& flags, std::unique_ptr<BenchArrays> arrays)
+      : AttentionSubject(flags, arrays->shape(), steps_in(flags, *arrays)),
+        arrays_(std::move(arrays)) {}
+
+  std::vector<std::int64_t> contexts() const override { return {arrays_->context()}; }
+
+  void require(std::span<const WantedCell> cells) override {
+    AttentionSubject::require(cells);
+    ProgressBar bar("bench");
+    checksum_ = arrays_->check([&](double share) { bar.update(share, "reading the arrays"); });
+  }
+
+  nlohmann::json head() const override {
+    nlohmann::json run = run_record(flags().model, "");
+    run["arrays"] = fingerprint_text(checksum_);
+    nlohmann::json arrays = json_of_shape(shape());
+    arrays["path"] = flags().arrays;
+    arrays["context"] = arrays_->context();
+    arrays["steps"] = arrays_->steps();
+    arrays["q"] = to_string(arrays_->dtype(RowPart::q));
+    arrays["k"] = to_string(arrays_->dtype(RowPart::k));
+    arrays["v"] = to_string(arrays_->dtype(RowPart::v));
+    return {{"run", run}, {"arrays", arrays}};
+  }
+
+ protected:
+  void require_tokens(const CellKey& key) const override {
+    if (key.context <= arrays_->context()) return;
+    throw Error(ErrorCode::usage, flags().arrays + ": has " + std::to_string(arrays_->context()) +
+                                      " tokens before its steps, fewer than --context " +
+                                      std::to_string(key.context));
+  }
+  // The newest tokens before the steps.
+  std::int64_t first_token(const CellKey& key) const override {
+    return arrays_->context() - key.context;
+  }
+  std::vector<std::shared_ptr<const BenchRows>> sequences(const CellKey& key) const override {
+    return {static_cast<std::size_t>(key.sequences), arrays_};
+  }
+
+ private:
+  std::shared_ptr<const BenchArrays> arrays_;
+  std::uint64_t checksum_ = 0;
+};
+
+}  // namespace
+
+std::unique_ptr<BenchSubject> array_subject(const BenchFlags& flags) {
+  return std::make_unique<ArraySubject>(flags, BenchArrays::open(flags.arrays));
+}
+
+}  // namespace sluice::tools
