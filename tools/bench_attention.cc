@@ -4,6 +4,7 @@
 #include <optional>
 #include <utility>
 
+#include "engine/planning/tables.h"
 #include "lib/text.h"
 #include "sluice/errors.h"
 #include "tools/bench_arrays.h"
@@ -14,6 +15,8 @@
 
 namespace sluice::tools {
 namespace {
+
+constexpr std::int64_t kMostBenchTokens = std::int64_t{1} << 30;
 
 KvConfig base_cache(const BenchFlags& flags, const KvShape& shape) {
   const EngineConfig engine = flags.model.config();
@@ -91,9 +94,14 @@ class AttentionSubject : public BenchSubject {
     try {
       const KvCache cache(config);
     } catch (const Error& error) {
-      throw Error(error.code(), flags_.arrays + ": " + error.what());
+      throw Error(error.code(), name() + ": " + error.what());
     }
   }
+  // What the rows are, for messages.
+  std::string name() const {
+    return flags_.arrays.empty() ? "--shape " + flags_.shape : flags_.arrays;
+  }
+
   // Rows are appended as they are: no prompt is computed, and none of its tokens has a query.
   void require_replayable(const Policy& policy) const {
     const auto refuse = [](const std::string& what) {
@@ -118,7 +126,7 @@ class AttentionSubject : public BenchSubject {
     } catch (const Error& error) {
       if (error.code() != ErrorCode::numeric) throw;
       throw Error(error.code(),
-                  flags_.arrays + ": under policy " + in_quotes(key.policy) + ": " + error.what());
+                  name() + ": under policy " + in_quotes(key.policy) + ": " + error.what());
     }
   }
 
@@ -128,6 +136,8 @@ class AttentionSubject : public BenchSubject {
   // Dense attention by context and number of sequences.
   std::map<std::pair<std::int64_t, int>, DenseOutputs> dense_;
 };
+
+// --- arrays
 
 // The steps of arrays: up to 4 of warm-up, and the others are measured, unless flags say otherwise.
 BenchSteps steps_in(const BenchFlags& flags, const BenchArrays& arrays) {
@@ -193,10 +203,70 @@ class ArraySubject : public AttentionSubject {
   std::uint64_t checksum_ = 0;
 };
 
+// --- made-up rows
+
+KvShape shape_of_flags(const BenchFlags& flags) {
+  const ModelConfig config = planning::find_shape(flags.shape);
+  if (config.window) {
+    throw Error(ErrorCode::unsupported,
+                "--shape " + flags.shape + ": layers with a sliding window of " +
+                    std::to_string(*config.window) + " tokens are not replayed");
+  }
+  KvShape shape;
+  shape.layers = config.num_hidden_layers;
+  shape.query_heads = config.num_attention_heads;
+  shape.kv_heads = config.num_key_value_heads;
+  shape.head_dim = config.head_dim;
+  return shape;
+}
+
+class MadeUpSubject : public AttentionSubject {
+ public:
+  explicit MadeUpSubject(const BenchFlags& flags)
+      : AttentionSubject(flags, shape_of_flags(flags), steps_of(flags, {})) {
+    validate(flags.statistics);
+  }
+
+  std::vector<std::int64_t> contexts() const override { return {8192}; }
+
+  nlohmann::json head() const override {
+    nlohmann::json made_up = json_of_shape(shape());
+    made_up["shape"] = flags().shape;
+    made_up["seed"] = flags().seed;
+    made_up["logit_std"] = flags().statistics.logit_std;
+    made_up["heavy_share"] = flags().statistics.heavy_share;
+    made_up["heavy_weight"] = flags().statistics.heavy_weight;
+    made_up["persistence"] = flags().statistics.persistence;
+    nlohmann::json run = run_record(flags().model, "");
+    // A config.json may change under its name.
+    run["shape"] = json_of_shape(shape());
+    return {{"run", run}, {"made_up", made_up}};
+  }
+
+ protected:
+  void require_tokens(const CellKey& key) const override {
+    if (tokens_of(key, steps()) <= kMostBenchTokens) return;
+    throw Error(ErrorCode::usage, "--context " + std::to_string(key.context) +
+                                      " with its steps is more than 1073741824 tokens");
+  }
+  std::vector<std::shared_ptr<const BenchRows>> sequences(const CellKey& key) const override {
+    std::vector<std::shared_ptr<const BenchRows>> made;
+    for (int i = 0; i < key.sequences; ++i) {
+      made.push_back(std::make_shared<MadeUpRows>(shape(), flags().statistics,
+                                                  flags().seed + static_cast<std::uint64_t>(i)));
+    }
+    return made;
+  }
+};
+
 }  // namespace
 
 std::unique_ptr<BenchSubject> array_subject(const BenchFlags& flags) {
   return std::make_unique<ArraySubject>(flags, BenchArrays::open(flags.arrays));
+}
+
+std::unique_ptr<BenchSubject> made_up_subject(const BenchFlags& flags) {
+  return std::make_unique<MadeUpSubject>(flags);
 }
 
 }  // namespace sluice::tools

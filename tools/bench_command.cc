@@ -11,6 +11,7 @@
 #include "io/file_draft.h"
 #include "lib/bytes.h"
 #include "sluice/errors.h"
+#include "sluice/planning.h"
 #include "tools/bench_flags.h"
 #include "tools/bench_report.h"
 #include "tools/bench_subject.h"
@@ -30,8 +31,9 @@ constexpr const char* kExample =
     "  sluice bench -m DIR -t BOOK.txt --policy values quest --context 8K 16K \\\n"
     "    --device-memory none 64MiB --bus 12.5GB/s,10us --json bench.json\n"
     "  bench/plot_bench.py bench.json\n"
-    "The same of q, k and v of any model:\n"
-    "  sluice bench --arrays FILE.safetensors --policy values --device-memory 64MiB\n";
+    "The same of q, k and v of any model, and of made-up ones at a model's shape:\n"
+    "  sluice bench --arrays FILE.safetensors --policy values --device-memory 64MiB\n"
+    "  sluice bench --shape llama3-8b --policy values --device-memory 256MiB\n";
 
 std::vector<std::int64_t> contexts_of(const BenchFlags& flags, const BenchSubject& subject) {
   if (flags.contexts.empty()) return subject.contexts();
@@ -74,14 +76,20 @@ void refuse_flags(const CLI::App& app, std::initializer_list<const char*> names,
 }
 
 void require_subject(const CLI::App& app, const BenchFlags& flags) {
-  require_usage(flags.model.model.empty() != flags.arrays.empty(),
-                "give one of --model with --text and --arrays: what is measured");
+  const int count = (flags.model.model.empty() ? 0 : 1) + (flags.arrays.empty() ? 0 : 1) +
+                    (flags.shape.empty() ? 0 : 1);
+  require_usage(count == 1,
+                "give one of --model with --text, --arrays and --shape: what is measured");
   if (!flags.model.model.empty()) require_usage(!flags.text.empty(), "--text is required");
   if (flags.model.model.empty()) {
     refuse_flags(app, {"--text", "--compute", "--weights", "--host-attention"},
                  "goes with --model");
   }
   if (flags.arrays.empty()) refuse_flags(app, {"--scale"}, "goes with --arrays");
+  if (flags.shape.empty()) {
+    refuse_flags(app, {"--seed", "--logit-std", "--heavy-share", "--heavy-weight", "--persistence"},
+                 "goes with --shape");
+  }
 }
 
 void validate_flags(const CLI::App& app, const BenchFlags& flags) {
@@ -152,7 +160,8 @@ void write_csv(const std::string& path, const nlohmann::json& cells) {
 }
 
 std::unique_ptr<BenchSubject> subject_of(const BenchFlags& flags) {
-  return flags.arrays.empty() ? model_subject(flags) : array_subject(flags);
+  if (!flags.arrays.empty()) return array_subject(flags);
+  return flags.shape.empty() ? model_subject(flags) : made_up_subject(flags);
 }
 
 nlohmann::json measure(BenchSubject& subject, const WantedCell& wanted,
@@ -175,7 +184,7 @@ nlohmann::json head_of(const BenchSubject& subject) {
 
 // Files that the command reads besides the checkpoint's.
 std::vector<std::string> inputs_of(const BenchFlags& flags) {
-  std::vector<std::string> inputs = {flags.text, flags.arrays};
+  std::vector<std::string> inputs = {flags.text, flags.shape, flags.arrays};
   if (flags.arrays.empty()) return inputs;
   for (const char* const name : {"/q.npy", "/k.npy", "/v.npy"}) {
     inputs.push_back(flags.arrays + name);
@@ -243,6 +252,25 @@ void add_subject(CLI::App& app, BenchFlags& flags) {
                  "and v [layers, tokens, KV heads, head_dim], tokens being the context and one per "
                  "step");
   app.add_option("--scale", flags.scale, "with --arrays: of logits. Default: 1/sqrt(head_dim)");
+  std::string names;
+  for (const std::string& name : shape_names()) names += (names.empty() ? "" : ", ") + name;
+  app.add_option("--shape", flags.shape,
+                 "instead of a model: made-up q, k and v at the shape of one, " + names +
+                     "; or its config.json. Losses then say nothing about that model");
+  add_integer(app, "--seed", flags.seed, "with --shape: of the made-up numbers")
+      ->capture_default_str();
+  app.add_option("--logit-std", flags.statistics.logit_std,
+                 "with --shape: standard deviation of the logits, 0 to 8")
+      ->capture_default_str();
+  app.add_option("--heavy-share", flags.statistics.heavy_share,
+                 "with --shape: share of heavy tokens per step and KV head, up to 1/8 (0.125)")
+      ->capture_default_str();
+  app.add_option("--heavy-weight", flags.statistics.heavy_weight,
+                 "with --shape: share of the attention weight that heavy tokens have")
+      ->capture_default_str();
+  app.add_option("--persistence", flags.statistics.persistence,
+                 "with --shape: share of heavy tokens that stay so in the next step, 0.125 to 1")
+      ->capture_default_str();
 }
 
 }  // namespace

@@ -1,20 +1,25 @@
 // The flags of `sluice bench`.
 #pragma once
 
+#include <cstdint>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "tools/bench_made_up.h"
 #include "tools/model_flags.h"
 
 namespace sluice::tools {
 
 struct BenchFlags {
-  // A model and its text, or arrays.
+  // A model and its text, arrays, or a shape.
   ModelFlags model;
   std::string text;
   std::string arrays;
   std::optional<double> scale;  // of the arrays' logits
+  std::string shape;
+  std::uint64_t seed = 1;
+  MadeUpStatistics statistics;
 
   std::vector<std::string> policies = {"values", "quest"};
   std::vector<std::string> contexts;  // none: 8K, or all that arrays have

@@ -51,6 +51,7 @@ class BenchSubject {
 // The files may not change while they live; `flags` have to outlive them.
 std::unique_ptr<BenchSubject> model_subject(const BenchFlags& flags);
 std::unique_ptr<BenchSubject> array_subject(const BenchFlags& flags);
+std::unique_ptr<BenchSubject> made_up_subject(const BenchFlags& flags);
 
 // The number of --steps and --warm-up, or those of BenchSteps. Throws Error{usage}.
 BenchSteps steps_of(const BenchFlags& flags, const BenchSteps& otherwise);

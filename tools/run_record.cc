@@ -129,9 +129,10 @@ void require_same_run(const std::string& path, const nlohmann::json& before,
     }
     refuse_report(path, "is the report of another command (" + in_quotes(line_of(arguments)) + ")");
   }
-  for (const char* const what : {"another version", "another commit", "another machine",
-                                 "another checkpoint", "other scorers", "another text",
-                                 "other data", "other arrays", "another plan", "other policies"}) {
+  for (const char* const what :
+       {"another version", "another commit", "another machine", "another checkpoint",
+        "other scorers", "another text", "other data", "other arrays", "another shape",
+        "another plan", "other policies"}) {
     const std::string name = std::strchr(what, ' ') + 1;
     const std::string own = shared_text(now, name);
     const std::string other = shared_text(before, name);

@@ -1,4 +1,4 @@
-"""`sluice bench` without a model: arrays of any model."""
+"""`sluice bench` without a model: arrays of any model, and made-up ones."""
 
 import array
 import csv
@@ -252,6 +252,52 @@ class BenchArrays(unittest.TestCase):
                 self.assertEqual(of_whole[key][name], cell[name])
         self.assertGreater(of_part["streaming recent=16", 200, "128KiB", 1]["output_error"]["mean"], 0.01)
 
+    def shape_file(self):
+        path = self.folder / "config.json"
+        path.write_text(json.dumps({
+            "model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 256,
+            "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 1e4,
+            "tie_word_embeddings": False}))  # fmt: skip
+        return path
+
+    def test_made_up_rows_have_the_statistics_that_are_asked_for(self):
+        shape = self.shape_file()
+        heavy = "select=exact prune=top_k(1/32)"
+        for weight in (0.5, 0.9):
+            cells = self.cells("--shape", shape, "--context", 4000, "--policy", heavy, "--heavy-share", 1 / 32,
+                               "--heavy-weight", weight, "--logit-std", 0.1)  # fmt: skip
+            cell = cells[heavy, 4000, None, 1]
+            # Where logits hardly differ otherwise, the heaviest tokens are the heavy ones.
+            self.assertAlmostEqual(cell["attended_weight"]["mean"], weight, delta=0.05)
+
+    def test_made_up_rows_are_those_of_their_seed(self):
+        flags = ["--shape", self.shape_file(), "--context", 600, "--policy", "values", "--steps", 3]
+        def one(*more):
+            (cell,) = [c for key, c in self.cells(*flags, *more).items() if key[0] == "values"]
+            return cell["output_error"]
+        self.assertEqual(one(), one("--seed", 1))
+        self.assertNotEqual(one(), one("--seed", 2))
+        report = json.loads(self.report.read_text())
+        self.assertEqual(report["made_up"]["seed"], 2)
+        self.assertIsNone(report["run"]["checkpoint"])
+        config = self.shape_file()
+        config.write_text(config.read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 3'))
+        self.refused(USAGE, "another shape", *flags, "--seed", 2, "--json", self.report, "--resume")
+        cells = self.cells("--shape", "llama3.2-1b", "--context", 200, "--steps", 1, "--policy", "quest")
+        self.assertEqual(cells["quest", 200, None, 1]["plan"]["context"], 205)
+
+    def test_persistence_shows_in_what_a_row_cache_hits(self):
+        flags = ["--shape", self.shape_file(), "--context", 8000, "--policy", "select=exact prune=top_k(64)",
+                 "--device-memory", "1MiB", "--no-baseline", "--heavy-share", 1 / 128, "--heavy-weight", 0.95,
+                 "--logit-std", 0.1]  # fmt: skip
+        moved = []
+        for persistence in (1, 0.125):
+            (cell,) = self.cells(*flags, "--persistence", persistence).values()
+            self.assertGreater(cell["plan"]["cache_rows"], 0)
+            moved.append(sum(t["rows"] for t in cell["traffic"] if t["cause"] == "miss"))
+        self.assertLess(moved[0], 0.7 * moved[1])
+
     def test_csv_and_reports_that_are_resumed(self):
         arrays = Arrays(200, 3)
         path = arrays.safetensors(self.folder / "a.safetensors")
@@ -367,13 +413,18 @@ class BenchArrays(unittest.TestCase):
     def test_bad_flags(self):
         path = Arrays(20, 3).safetensors(self.folder / "a.safetensors")
         arrays = ["--arrays", path]
+        shape = ["--shape", "llama3.2-1b"]
         for arguments, words in [
             ((), "--arrays"),
             (("-t", BOOK), "--arrays"),
             (("-m", MODEL), "--text"),
             ((*arrays, "-m", MODEL, "-t", BOOK), "one of --model"),
+            ((*arrays, *shape), "one of --model"),
             ((*arrays, "-t", BOOK), "--text goes with --model"),
             ((*arrays, "--weights", "int4"), "--weights goes with --model"),
+            ((*arrays, "--seed", 3), "--seed goes with --shape"),
+            ((*arrays, "--heavy-weight", 0.5), "--heavy-weight goes with --shape"),
+            ((*shape, "--scale", 0.5), "--scale goes with --arrays"),
             ((*arrays, "--scale", 0), "--scale must be"),
             ((*arrays, "--scale", "nan"), "--scale"),
             ((*arrays, "--context", 21), ["a.safetensors", "20 tokens", "--context 21"]),
@@ -388,6 +439,13 @@ class BenchArrays(unittest.TestCase):
             ((*arrays, "--csv", path, "--force"), str(path)),
             ((*arrays, "--json", self.folder / "x", "--csv", self.folder / "x"), "files of their own"),
             ((*arrays, "--force"), "--force"),
+            (("--shape", "llama9"), "llama9"),
+            ((*shape, "--heavy-share", 0.2), "--heavy-share"),
+            ((*shape, "--heavy-weight", 1), "--heavy-weight"),
+            ((*shape, "--persistence", 0), "--persistence"),
+            ((*shape, "--logit-std", -1), "--logit-std"),
+            ((*shape, "--logit-std", "nan"), "--logit-std"),
+            ((*shape, "--seed", -1), "--seed"),
         ]:
             self.refused(USAGE, words, *arguments)
 
