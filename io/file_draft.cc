@@ -20,12 +20,23 @@ constexpr mode_t kPermissions = S_IRUSR | S_IWUSR | S_IRGRP | S_IWGRP | S_IROTH 
                                  "; check that its folder is writable and the disk has room");
 }
 
+std::string name_beside(const std::filesystem::path& path, std::random_device& random) {
+  return path.string() + "." + std::to_string(random()) + ".new";
+}
+
+// The descriptor of a new file without a name in the folder of `path`; negative if the file system
+// has none.
+int create_unnamed(const std::filesystem::path& path) {
+  const std::filesystem::path folder = path.has_parent_path() ? path.parent_path() : ".";
+  return ::open(folder.c_str(), O_WRONLY | O_TMPFILE | O_CLOEXEC, kPermissions);
+}
+
 // The descriptor of a new file beside `path`, whose name is put into `draft`.
 int create_beside(const std::filesystem::path& path, std::string& draft) {
   std::random_device random;
   int descriptor = -1;
   do {
-    draft = path.string() + "." + std::to_string(random()) + ".new";
+    draft = name_beside(path, random);
     descriptor =
         ::open(draft.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, kPermissions);
   } while (descriptor < 0 && (errno == EEXIST || errno == EINTR));
@@ -35,9 +46,10 @@ int create_beside(const std::filesystem::path& path, std::string& draft) {
 
 }  // namespace
 
-FileDraft::FileDraft(const std::filesystem::path& path)
+FileDraft::FileDraft(const std::filesystem::path& path, Name name)
     : path_(path), file_(nullptr, &std::fclose) {
-  const int descriptor = create_beside(path, draft_);
+  int descriptor = name == Name::none ? create_unnamed(path) : -1;
+  if (descriptor < 0) descriptor = create_beside(path, draft_);
   struct stat status {};
   const bool replaces = ::lstat(path.c_str(), &status) == 0 && S_ISREG(status.st_mode);
   if (replaces) ::fchmod(descriptor, status.st_mode & kPermissions);
@@ -45,7 +57,7 @@ FileDraft::FileDraft(const std::filesystem::path& path)
   if (file_) return;
   const int error = errno;
   ::close(descriptor);
-  ::unlink(draft_.c_str());
+  if (!draft_.empty()) ::unlink(draft_.c_str());
   throw_unwritable(path_, error);
 }
 
@@ -81,11 +93,26 @@ void FileDraft::put_in_place() {
   if (!try_put_in_place()) throw_unwritable(path_, errno);
 }
 
+// By /proc, because linking a descriptor itself takes a privilege; see open(2), O_TMPFILE.
+void FileDraft::link_beside() {
+  std::random_device random;
+  const std::string descriptor = "/proc/self/fd/" + std::to_string(::fileno(file_.get()));
+  std::string name;
+  int status = 0;
+  do {
+    name = name_beside(path_, random);
+    status = ::linkat(AT_FDCWD, descriptor.c_str(), AT_FDCWD, name.c_str(), AT_SYMLINK_FOLLOW);
+  } while (status != 0 && errno == EEXIST);
+  if (status != 0) throw_unwritable(path_, errno);
+  draft_ = name;
+}
+
 bool FileDraft::try_put_in_place() {
   // Some systems tell only now that the disk is full.
   if (std::fflush(file_.get()) != 0 || ::fsync(::fileno(file_.get())) != 0) {
     throw_unwritable(path_, errno);
   }
+  if (draft_.empty()) link_beside();
   if (::rename(draft_.c_str(), path_.c_str()) != 0) return false;
   draft_.clear();
   return true;

@@ -18,7 +18,11 @@ namespace sluice {
 // place is removed with the object.
 class FileDraft {
  public:
-  explicit FileDraft(const std::filesystem::path& path);
+  // The name of a draft until it is put in place. Where the file system can, `none` leaves nothing
+  // behind if the process is killed, which matters for files that take minutes to write.
+  enum class Name : std::uint8_t { beside, none };
+
+  explicit FileDraft(const std::filesystem::path& path, Name name = Name::beside);
   FileDraft(const FileDraft&) = delete;
   FileDraft& operator=(const FileDraft&) = delete;
   ~FileDraft();
@@ -33,8 +37,11 @@ class FileDraft {
   bool try_put_in_place();
 
  private:
+  // Gives a draft without a name one beside `path`.
+  void link_beside();
+
   std::filesystem::path path_;
-  std::string draft_;  // empty once it is in place
+  std::string draft_;  // empty without a name, and once it is in place
   std::unique_ptr<std::FILE, int (*)(std::FILE*)> file_;
 };
 

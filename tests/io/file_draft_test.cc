@@ -1,9 +1,11 @@
 #include "io/file_draft.h"
 
+#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include <csignal>
 #include <span>
@@ -54,6 +56,25 @@ TEST(FileDraft, ThatIsNotPutInPlaceIsGone) {
     EXPECT_THAT(names_in(dir.path()), ::testing::SizeIs(2));
   }
   EXPECT_EQ(testing::read_bytes(path), "before");
+  EXPECT_THAT(names_in(dir.path()), ::testing::ElementsAre("a"));
+}
+
+TEST(FileDraft, MayHaveNoNameUntilItIsInPlace) {
+  const TempDir dir;
+  const int descriptor = ::open(dir.path().c_str(), O_WRONLY | O_TMPFILE | O_CLOEXEC, 0600);
+  if (descriptor < 0) GTEST_SKIP() << "the file system has no files without names";
+  ::close(descriptor);
+  const std::filesystem::path path = dir.write("a", "before");
+  {
+    FileDraft draft(path, FileDraft::Name::none);
+    draft.write("given up");
+    EXPECT_THAT(names_in(dir.path()), ::testing::ElementsAre("a"));
+  }
+  EXPECT_EQ(testing::read_bytes(path), "before");
+  FileDraft draft(path, FileDraft::Name::none);
+  draft.write("after");
+  draft.put_in_place();
+  EXPECT_EQ(testing::read_bytes(path), "after");
   EXPECT_THAT(names_in(dir.path()), ::testing::ElementsAre("a"));
 }
 
