@@ -13,6 +13,7 @@
 #include "sluice/errors.h"
 #include "sluice/planning.h"
 #include "tools/bench_flags.h"
+#include "tools/bench_record.h"
 #include "tools/bench_report.h"
 #include "tools/bench_subject.h"
 #include "tools/commands.h"
@@ -82,7 +83,7 @@ void require_subject(const CLI::App& app, const BenchFlags& flags) {
                 "give one of --model with --text, --arrays and --shape: what is measured");
   if (!flags.model.model.empty()) require_usage(!flags.text.empty(), "--text is required");
   if (flags.model.model.empty()) {
-    refuse_flags(app, {"--text", "--compute", "--weights", "--host-attention"},
+    refuse_flags(app, {"--text", "--record", "--compute", "--weights", "--host-attention"},
                  "goes with --model");
   }
   if (flags.arrays.empty()) refuse_flags(app, {"--scale"}, "goes with --arrays");
@@ -100,8 +101,11 @@ void validate_flags(const CLI::App& app, const BenchFlags& flags) {
   const bool is_scale = !flags.scale || (*flags.scale > 0.0 && *flags.scale <= 1e6);
   require_usage(is_scale, "--scale must be above 0, up to 1e6");
   static_cast<void>(steps_of(flags, {}));
-  require_usage(!flags.force || !flags.json.empty() || !flags.csv.empty(),
-                "--force goes with --json or --csv");
+  require_usage(!flags.force || !flags.json.empty() || !flags.csv.empty() || !flags.record.empty(),
+                "--force goes with --json, --csv or --record");
+  require_usage(flags.record != "-", "--record takes a file, not standard output");
+  require_usage(flags.record.empty() || !flags.resume,
+                "--record goes with a run from its beginning, not with --resume");
   require_resumable(flags.resume, flags.json);
 }
 
@@ -196,10 +200,13 @@ void require_outputs(const BenchFlags& flags) {
   for (const std::string& input : inputs_of(flags)) {
     require_writable(flags.json, flags.model.model, input, flags.force);
     require_writable(flags.csv, flags.model.model, input, true);
+    require_writable(flags.record, flags.model.model, input, true);
   }
   require_csv_writable(flags.csv, flags.force);
-  require_usage(!is_one_file(flags.json, flags.csv),
-                "--json and --csv have to name files of their own");
+  require_recordable_to(flags.record, flags.force);
+  require_usage(!is_one_file(flags.json, flags.csv) && !is_one_file(flags.json, flags.record) &&
+                    !is_one_file(flags.csv, flags.record),
+                "--json, --csv and --record have to name files of their own");
 }
 
 // The exit code of the first cell that could not run; 0 if there is none.
@@ -218,6 +225,7 @@ int run(const CLI::App& app, const BenchFlags& flags) {
   const std::vector<WantedCell> cells = cells_of(flags, *subject);
   subject->require(cells);
   GrowingReport report(flags.json, flags.force, flags.resume, head_of(*subject));
+  subject->prepare(cells);
   ProgressBar bar("bench");
   nlohmann::json shown = nlohmann::json::array();
   for (std::size_t i = 0; i < cells.size(); ++i) {
@@ -271,6 +279,9 @@ void add_subject(CLI::App& app, BenchFlags& flags) {
   app.add_option("--persistence", flags.statistics.persistence,
                  "with --shape: share of heavy tokens that stay so in the next step, 0.125 to 1")
       ->capture_default_str();
+  app.add_option("--record", flags.record,
+                 "with --model: write q, k and v of the first cell's first sequence to this "
+                 "safetensors file, which --arrays reads");
 }
 
 }  // namespace
@@ -322,7 +333,7 @@ Command add_bench(CLI::App& app) {
   app.add_option("--csv", flags->csv, "write the table to this file as CSV");
   app.add_flag("--resume", flags->resume,
                "keep the finished cells of the report at --json, which the same command wrote");
-  add_force(app, flags->force, "--json or --csv");
+  add_force(app, flags->force, "--json, --csv or --record");
   return [flags, &app] { return run(app, *flags); };
 }
 

@@ -28,6 +28,7 @@ struct BenchFlags {
   std::vector<std::string> buses;
   std::optional<int> steps;
   std::optional<int> warm_up;
+  std::string record;
   std::string json;
   std::string csv;
   bool no_baseline = false;

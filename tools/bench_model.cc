@@ -5,6 +5,7 @@
 
 #include "io/file.h"
 #include "sluice/errors.h"
+#include "tools/bench_record.h"
 #include "tools/bench_subject.h"
 #include "tools/eval_tasks.h"
 #include "tools/run_record.h"
@@ -12,10 +13,13 @@
 namespace sluice::tools {
 namespace {
 
-Engine open_bench_engine(const ModelFlags& flags, const std::string& cap) {
+Engine open_bench_engine(const ModelFlags& flags, const std::string& cap,
+                         std::shared_ptr<RowObserver> observer = nullptr) {
   ModelFlags model = flags;
   model.device_memory = cap;
-  return Engine::open(model.config());
+  EngineConfig config = model.config();
+  config.observer = std::move(observer);
+  return Engine::open(config);
 }
 
 // The ids of a text, from which every sequence reads a part of its own.
@@ -99,12 +103,30 @@ class ModelSubject : public BenchSubject {
   void require(std::span<const WantedCell> cells) override {
     for (const WantedCell& wanted : cells) texts_.require(wanted.key, steps_);
     for (const WantedCell& wanted : cells) require_plan(wanted);
+    if (!flags_.record.empty()) require_recordable(cells.front().method.policy);
   }
 
   nlohmann::json head() const override {
     return {{"run", run_record(flags_.model, flags_.text)},
             {"model", flags_.model.model},
             {"text", flags_.text}};
+  }
+
+  // Records in a run of its own, because an observer slows steps.
+  void prepare(std::span<const WantedCell> cells) override {
+    if (flags_.record.empty()) return;
+    const WantedCell& cell = cells.front();
+    CellKey key = cell.key;
+    key.sequences = 1;
+    const KvShape shape = engines_.first().info().kv;
+    const auto recorder = std::make_shared<RowRecorder>(flags_.record, shape, key.context,
+                                                        steps_.warm_up + steps_.steps);
+    const std::vector<std::vector<TokenId>> parts = texts_.parts(cell.key, steps_);
+    const std::span<const TokenId> part = parts.front();
+    DenseAnswers ignored;
+    Engine engine = open_bench_engine(flags_.model, key.device_memory, recorder);
+    static_cast<void>(run_cell(engine, key, cell.method.policy, steps_, {&part, 1}, ignored));
+    recorder->finish();
   }
 
   CellResult run(const WantedCell& cell) override {
@@ -137,6 +159,12 @@ class ModelSubject : public BenchSubject {
     } catch (const Error& error) {
       if (!is_answer(error)) throw;
     }
+  }
+
+  // Corrections write rows a second time, and a recording has each row once.
+  static void require_recordable(const Policy& policy) {
+    if (policy.correct == 0) return;
+    throw Error(ErrorCode::usage, "--record takes no policy that corrects; give correct=0");
   }
 
   const BenchFlags& flags_;

@@ -43,6 +43,8 @@ class BenchSubject {
   virtual void require(std::span<const WantedCell> cells) = 0;
   // The members of the report before its results, those of "run" included.
   virtual nlohmann::json head() const = 0;
+  // Work that comes before the cells and is not measured.
+  virtual void prepare(std::span<const WantedCell> /*cells*/) {}
   // Measures a cell and compares it with dense attention. Throws Error{memory} or {unsupported} if
   // this cell alone cannot run.
   virtual CellResult run(const WantedCell& cell) = 0;

@@ -4,12 +4,16 @@ import array
 import csv
 import json
 import math
+import os
 import random
+import resource
+import signal
 import statistics
 import struct
 import subprocess
 import sys
 import tempfile
+import time
 import unittest
 from pathlib import Path
 
@@ -252,6 +256,79 @@ class BenchArrays(unittest.TestCase):
                 self.assertEqual(of_whole[key][name], cell[name])
         self.assertGreater(of_part["streaming recent=16", 200, "128KiB", 1]["output_error"]["mean"], 0.01)
 
+    def test_a_recording_replays_the_rows_and_bytes_of_its_run(self):
+        recording = self.folder / "recorded.safetensors"
+        for policy in ("dense", "values", "quest"):
+            with self.subTest(policy):
+                shared = ["--policy", policy, "--no-baseline", "--steps", 6, "--warm-up", 2]
+                run = ["-m", MODEL, "-t", BOOK, "--context", 1500, *shared, "--record", recording, "--force"]
+                of_model = {}
+                for cap in ("none", "4MiB"):
+                    of_model.update(self.cells(*run, "--device-memory", cap))
+                    of_arrays = self.cells("--arrays", recording, *shared, "--device-memory", cap)
+                    (key,) = of_arrays
+                    for name in ("traffic_by_layer", "crossed_bytes", "crossed_requests", "index_bytes",
+                                 "device_bytes", "steps"):  # fmt: skip
+                        self.assertEqual(of_arrays[key][name], of_model[key][name], name)
+                    for name in ("resident_tokens", "cache_rows", "stream_tokens", "chunk"):
+                        self.assertEqual(of_arrays[key]["plan"][name], of_model[key]["plan"][name], name)
+                self.assertGreater(of_model[policy, 1500, "4MiB", 1]["crossed_bytes"], 0)
+                if policy != "dense":
+                    self.assertGreater(of_arrays[key]["output_error"]["mean"], 1e-4)
+        self.check_recording(recording)
+
+    def check_recording(self, path):
+        data = path.read_bytes()
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        self.assertEqual(header["q"]["shape"], [12, 8, 8, 64])
+        self.assertEqual((header["q"]["dtype"], header["k"]["dtype"], header["v"]["dtype"]),
+                         ("F32", "BF16", "BF16"))  # fmt: skip
+        for name in "kv":
+            self.assertEqual(header[name]["shape"], [12, 1508, 2, 64])
+
+    def test_recordings_of_coded_rows_and_those_that_fail(self):
+        flags = ["-m", MODEL, "-t", BOOK, "--context", 200, "--steps", 1, "--policy", "dense"]
+        recording = self.folder / "recorded.safetensors"
+        self.bench(*flags, "--kv-dtype", "int8", "--record", recording)
+        self.bench("--arrays", recording, "--kv-dtype", "int8", "--policy", "dense")
+        before = recording.read_bytes()
+        self.refused(USAGE, [str(recording), "--force"], *flags, "--record", recording)
+        self.refused(IO, "/nowhere/r", *flags, "--record", "/nowhere/r.safetensors")
+        self.refused(USAGE, "war-and-peace", *flags, "--record", BOOK, "--force")
+        self.refused(USAGE, "standard output", *flags, "--record", "-")
+        self.refused(USAGE, "--resume", *flags, "--record", recording, "--resume", "--json", self.report)
+        self.refused(USAGE, "corrects", *flags[:-2], "--policy", "tidaldecode correct=4", "--no-baseline",
+                     "--record", recording, "--force")  # fmt: skip
+        limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100000, 100000))
+        self.refused(IO, "recorded.safetensors: cannot be written", *flags, "--record", recording,
+                     "--force", preexec_fn=limit)  # fmt: skip
+        self.assertEqual(recording.read_bytes(), before)
+        self.assertEqual(os.listdir(self.folder), [recording.name])
+
+    def test_an_interrupt_leaves_nothing_of_a_recording(self):
+        try:
+            os.close(os.open(self.folder, os.O_WRONLY | os.O_TMPFILE))
+        except OSError as error:
+            self.skipTest(f"the file system has no files without names: {error}")
+        command = [os.environ["SLUICE_BINARY"], "bench", "-m", MODEL, "-t", BOOK, "--context", "8K",
+                   "--record", self.folder / "recorded.safetensors"]  # fmt: skip
+        with subprocess.Popen(map(str, command), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+            files = Path(f"/proc/{process.pid}/fd")
+            while process.poll() is None and not self.has_file(files):
+                time.sleep(0.01)
+            process.send_signal(signal.SIGINT)
+            _, stderr = process.communicate()
+        self.assertEqual((process.returncode, stderr), (130, b"sluice: interrupted\n"))
+        self.assertEqual(os.listdir(self.folder), [])
+
+    def has_file(self, descriptors):
+        """Whether a process has begun to write a file in the folder."""
+        try:
+            return any(os.readlink(one).startswith(str(self.folder)) and one.stat().st_size > 0
+                       for one in descriptors.iterdir())  # fmt: skip
+        except FileNotFoundError:
+            return False
+
     def shape_file(self):
         path = self.folder / "config.json"
         path.write_text(json.dumps({
@@ -421,6 +498,7 @@ class BenchArrays(unittest.TestCase):
             ((*arrays, "-m", MODEL, "-t", BOOK), "one of --model"),
             ((*arrays, *shape), "one of --model"),
             ((*arrays, "-t", BOOK), "--text goes with --model"),
+            ((*arrays, "--record", self.folder / "r"), "--record goes with --model"),
             ((*arrays, "--weights", "int4"), "--weights goes with --model"),
             ((*arrays, "--seed", 3), "--seed goes with --shape"),
             ((*arrays, "--heavy-weight", 0.5), "--heavy-weight goes with --shape"),
