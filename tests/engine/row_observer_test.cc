@@ -166,7 +166,8 @@ TEST_P(RowObservers, EndTheStepByThrowing) {
   next.prefill(testing::book_tokens(*engine_, 8));
 }
 
-INSTANTIATE_TEST_SUITE_P(Devices, RowObservers, ::testing::ValuesIn(testing::devices()));
+INSTANTIATE_TEST_SUITE_P(Devices, RowObservers, ::testing::ValuesIn(testing::devices()),
+                         [](const auto& parameter) { return parameter.param; });
 
 }  // namespace
 }  // namespace sluice
