@@ -29,6 +29,10 @@ def recall(policy: Policy) -> str:
     return share(policy["recall"]) + kl
 
 
+def agreement(policy: Policy) -> str:
+    return f"{100 * policy['top1_agreement']:.1f} %, {policy['kl']:.4f}"
+
+
 def bytes_text(count: float | None) -> str:
     if count is None:
         return "-"
@@ -36,6 +40,10 @@ def bytes_text(count: float | None) -> str:
         if count >= size:
             return f"{count / size:.{2 if count < 10 * size else 1}f} {unit}"
     return f"{count:.0f} B"
+
+
+def index_read(policy: Policy) -> str:
+    return bytes_text(policy["index_bytes_per_token"] + policy["value_bytes_per_token"])
 
 
 def moved(part: str) -> Callable[[Policy], str]:
@@ -71,7 +79,18 @@ def planned(header: str, cell: Callable[[Policy], str]) -> Column:
     return Column(header, "eval_moved_8k_cpu.json", "agreement", cell)
 
 
+def compared(header: str, task: str, cell: Callable[[Policy], str]) -> Column:
+    return Column(header, "eval_baselines_8k_cpu.json", task, cell)
+
+
 TABLES = {
+    "baselines": [
+        compared("needles", "needle", lambda p: share(p["recall"])),
+        compared("top-1, KL", "agreement", agreement),
+        compared("rows", "agreement", lambda p: f"{p['selected_rows']:,.0f}"),
+        compared("rows read", "agreement", lambda p: bytes_text(p["read_bytes_per_token"])),
+        compared("index read", "agreement", index_read),
+    ],
     "harder": [asked(task) for task in ("needle", "multikey", "multiquery", "multiturn")],
     "moved": [
         planned("selected", lambda p: f"{p['selected_rows']:,.0f}"),

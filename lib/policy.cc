@@ -347,7 +347,7 @@ void validate(const Policy& policy, const KvShape& shape, const Scorers& scorers
 }
 
 std::span<const Preset> presets() {
-  static constexpr std::array<Preset, 14> kPresets = {{
+  static constexpr std::array<Preset, 15> kPresets = {{
       {"dense", "select=dense", "exact attention to every token: the baseline"},
       {"streaming", "select=streaming sinks=4 recent=1020",
        "the first 4 and the newest 1020 tokens, where they stand (StreamingLLM, Xiao et al. 2023)"},
@@ -364,6 +364,9 @@ std::span<const Preset> presets() {
       {"snapkv", "select=snapkv prune=top_p(0.9999)",
        "1024 tokens that the prompt's last queries attend to, no others later (SnapKV, Li et al. "
        "2024); CPU"},
+      {"h2o", "select=h2o prune=top_p(0.9999)",
+       "the newest 512 tokens and the 512 that were attended to most, no others later (H2O, Zhang "
+       "et al. 2023); CPU"},
       {"zipvl", "select=dense prefill=zipvl(0.975)",
        "prompts attend to important and near tokens, decoding is dense (ZipVL, He et al. 2024)"},
       {"sluice", "select=sparq candidates=1/16 prune=top_p(0.95) cap=256 compensate=mean_value",

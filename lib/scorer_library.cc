@@ -14,10 +14,10 @@ namespace {
 constexpr const char* kEntry = "sluice_scorer";
 
 // The layouts of kScorerVersion, of 64-bit machines.
-static_assert(kScorerVersion == 2 && sizeof(ScorerInfo) == 64 && sizeof(ScorerUse) == 80 &&
+static_assert(kScorerVersion == 3 && sizeof(ScorerInfo) == 64 && sizeof(ScorerUse) == 88 &&
                   sizeof(IndexNeeds) == 24 && sizeof(ScanExtent) == 16 &&
-                  sizeof(BuildScorer) == 272 && sizeof(TruncateScorer) == 232 &&
-                  sizeof(RunScorer) == 312 && sizeof(ObserveScorer) == 200 &&
+                  sizeof(BuildScorer) == 280 && sizeof(TruncateScorer) == 240 &&
+                  sizeof(RunScorer) == 320 && sizeof(ObserveScorer) == 216 &&
                   sizeof(ScorerCount) == 24,
               "a changed layout needs a new kScorerVersion");
 

@@ -46,7 +46,8 @@ const Scorers& own_scorers() {
   static const Scorers own({scorers::make_dense(), scorers::make_streaming(), scorers::make_exact(),
                             scorers::make_int4(), scorers::make_quest(), scorers::make_sparq(),
                             scorers::make_guarded(scorers::make_double_sparsity()),
-                            scorers::make_guarded(scorers::make_snapkv())});
+                            scorers::make_guarded(scorers::make_snapkv()),
+                            scorers::make_guarded(scorers::make_h2o())});
   return own;
 }
 

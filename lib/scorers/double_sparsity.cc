@@ -3,8 +3,11 @@
 //
 //   logit = sum over label channels of q_c k_c / sqrt(head_dim)
 //
-// The paper finds the label channels by a calibration before the run. Here they are those that vary
-// most over the first page of the sequence, sinks left out, so that a model needs no such file.
+// The paper finds the label channels by a calibration before the run, in the authors' code by the
+// mean magnitude of queries, keys or their products. Here they are those that vary most over the
+// first page of the sequence, sinks left out, so that a model needs no such file. There every query
+// head chooses for itself, and labels of queries are in 4 bits, too; here a KV head chooses for its
+// group, and queries are not coded.
 #include <algorithm>
 #include <cmath>
 #include <numeric>

@@ -17,5 +17,6 @@ std::shared_ptr<const Scorer> make_sparq();
 // On the host only, by what sluice/scorer.h has for every scorer.
 std::shared_ptr<const Scorer> make_double_sparsity();
 std::shared_ptr<const Scorer> make_snapkv();
+std::shared_ptr<const Scorer> make_h2o();
 
 }  // namespace sluice::scorers

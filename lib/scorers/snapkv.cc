@@ -1,9 +1,9 @@
-// SnapKV (Li et al. 2024, arXiv 2404.14469, section 4): after a prompt every KV head keeps the
-// tokens that the last queries of the prompt attend to, and forgets the others for good.
+// SnapKV (Li et al. 2024, arXiv 2404.14469, sections 4.1 and 4.3): after a prompt every KV head
+// keeps the tokens that the last queries of the prompt attend to, and forgets the others for good.
 //
-//   votes_t = sum over the window's queries and the group's heads of softmax(q k /
-//   sqrt(head_dim))_t kept    = the window, and the tokens with the largest max_pool(votes, kernel)
-//   before it
+//   votes_t = sum of softmax(q k / sqrt(head_dim))_t, over the window's queries and group's heads
+//
+//   kept: the window, and before it the tokens with the largest max_pool(votes, kernel)
 //
 // The choice is made by the first token after a prompt, and stands until another prompt follows.
 // Tokens after the prompt are all kept. The paper chooses for every query head; here the heads of a
@@ -16,16 +16,13 @@
 #include <string>
 #include <vector>
 
+#include "lib/scorers/kept.h"
 #include "lib/scorers/own.h"
 #include "sluice/element.h"
 #include "sluice/errors.h"
 
 namespace sluice::scorers {
 namespace {
-
-// The logit of what is kept, above that of any newest row, so that prune=top_p keeps all of it and
-// nothing else. Small enough for fp32 sums of weights to be exact within a hundredth of 1 - p.
-constexpr float kKept = 512.0f;
 
 // The settings of LongBench in the paper (section 5.3).
 struct Settings {
@@ -233,7 +230,6 @@ class SnapKv : public Scorer {
 
   static void write_logits(const RunScorer& call, const Layout& layout, const Notes& notes,
                            std::int64_t i, int head) {
-    const KvShape& shape = layout.shape;
     const std::int64_t tokens = call.batch.tokens[i].page_first();
     const std::int64_t first = std::clamp<std::int64_t>(notes.end - notes.seen, 0, tokens);
     std::vector<float> logits(static_cast<std::size_t>(tokens), kKept);
@@ -244,10 +240,7 @@ class SnapKv : public Scorer {
     for (std::int64_t n = 0; n < kept; ++n) {
       if (positions[n] < tokens) logits[static_cast<std::size_t>(positions[n])] = kKept;
     }
-    for (int g = 0; g < shape.group(); ++g) {
-      std::copy(logits.begin(), logits.end(),
-                call.logits.row<float>(i * shape.query_heads + head * shape.group() + g));
-    }
+    give_group(call, i, head, logits);
   }
 };
 

@@ -15,8 +15,8 @@ ScanExtent extent_of(const ReadPattern& pattern, const KvShape& shape) {
 }
 
 EstimateReads::EstimateReads(const ReadPattern& pattern, const Policy& policy, const KvShape& shape,
-                             const Scorer& scorer)
-    : scorer_(&scorer), use_(use_of(policy, shape)), extent_(extent_of(pattern, shape)) {}
+                             std::int64_t context, const Scorer& scorer)
+    : scorer_(&scorer), use_(use_of(policy, shape, context)), extent_(extent_of(pattern, shape)) {}
 
 Traffic EstimateReads::keys(std::int64_t rows) const {
   const auto count = static_cast<std::uint64_t>(rows);

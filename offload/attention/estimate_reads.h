@@ -24,7 +24,7 @@ ScanExtent extent_of(const ReadPattern& pattern, const KvShape& shape);
 class EstimateReads {
  public:
   EstimateReads(const ReadPattern& pattern, const Policy& policy, const KvShape& shape,
-                const Scorer& scorer);
+                std::int64_t context, const Scorer& scorer);
 
   // Reads for a token that selects. `resident`: tokens before its own page whose rows are where
   // attention reads. `scored`: the newest rows, those of its own page, are estimated, too. Without

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "lib/check.h"
-#include "offload/tiers/kv_rows.h"
+#include "offload/attention/counted_reads.h"
 
 namespace sluice {
 
@@ -38,7 +38,7 @@ void KeyIndex::allocate_own(const LayerIndex& wanted, const LayerIndexBytes& byt
   for (std::size_t i = 0; i < wanted.own.size(); ++i) {
     const OwnIndex& index = wanted.own[i];
     Own& own = layer.own.emplace_back();
-    own.use = {layout_.shape, index.method.parameters, tiles(wanted).bits};
+    own.use = {layout_.shape, index.method.parameters, tiles(wanted).bits, layout_.context};
     own.scorer = &scorers_.at(index.method);
     own.index = index;
     own.pages = queue_->backend().allocate(tier, bytes.own[i].pages);
@@ -67,7 +67,7 @@ ScorerCall KeyIndex::call(const Policy& policy, int layer) const {
     if (own.index.method == policy.select) return call(own, layer);
   }
   Own none;
-  none.use = use_of(policy, layout_.shape);
+  none.use = use_of(policy, layout_.shape, layout_.context);
   return call(none, layer);
 }
 
@@ -84,12 +84,23 @@ void KeyIndex::truncate(int layer, std::int32_t sequence, std::int64_t from, std
   }
 }
 
-void KeyIndex::observe(int layer, std::int32_t sequence, std::int64_t first, std::int64_t count,
-                       const float* q, std::int64_t q_stride) {
+ScorerCount KeyIndex::observe(int layer, std::int32_t sequence, std::int64_t first,
+                              std::int64_t count, const Queries& queries, const PagedRows& rows) {
+  ScorerCount read;
+  const BatchToken after{sequence, static_cast<std::int32_t>(first + count)};
   for (const Own& own : layers_[static_cast<std::size_t>(layer)].own) {
     if (!own.scorer->observes()) continue;
-    own.scorer->observe({call(own, layer), sequence, first, count, q, q_stride});
+    RunScorer run;
+    static_cast<ScorerCall&>(run) = call(own, layer);
+    run.batch = {&after, 1, layout_.context + 1};
+    run.rows = rows;
+    const CountedReads reads(run, rows.device != nullptr ? Tier::device : Tier::host);
+    const bool on_host = run.processor == Processor::host;
+    own.scorer->observe(
+        {run, sequence, first, count, queries.q, queries.stride, on_host ? &reads : nullptr});
+    for (int head = 0; head < layout_.shape.kv_heads; ++head) read += reads.count(0, head);
   }
+  return read;
 }
 
 KeyTiles KeyIndex::tiles(const LayerIndex& layer) const {

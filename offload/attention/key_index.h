@@ -9,6 +9,7 @@
 
 #include "lib/backend.h"
 #include "offload/plan/index_layout.h"
+#include "offload/tiers/kv_rows.h"
 #include "sluice/batch.h"
 #include "sluice/scorer.h"
 
@@ -29,10 +30,10 @@ class KeyIndex {
              std::span<const RowSpan> rows);
   // Indexes the pages that tokens of the batch complete.
   void build(int layer, const TokenBatch& batch, const PagedRows& rows);
-  // Shows a prompt's queries to the scorers that observe them. `q`: of tokens [first, first +
-  // count), `q_stride` floats apart.
-  void observe(int layer, std::int32_t sequence, std::int64_t first, std::int64_t count,
-               const float* q, std::int64_t q_stride);
+  // Shows a prompt's queries, of tokens [first, first + count), to the scorers that observe them.
+  // `rows`: of these tokens, too. Returns what the scorers read, of all KV heads.
+  ScorerCount observe(int layer, std::int32_t sequence, std::int64_t first, std::int64_t count,
+                      const Queries& queries, const PagedRows& rows);
   // Adds rows to a sequence's sums of values, or subtracts them.
   void add_values(int layer, std::int32_t sequence, std::span<const RowSpan> rows, bool subtract);
   // Resets a sequence that begins anew: zeroes its sums of values and the scorers' notes on it.

@@ -511,7 +511,8 @@ void SparseAttention::count_estimates(const Step& step, int layer, std::int64_t 
   const BatchToken& token = step.tokens[static_cast<std::size_t>(number)];
   const Policy& policy = *step.policy;
   const Scorer& scorer = scorer_of(policy);
-  const EstimateReads reads(queue_->backend().info().reads, policy, layout_.shape, scorer);
+  const EstimateReads reads(queue_->backend().info().reads, policy, layout_.shape, layout_.context,
+                            scorer);
   const std::int64_t resident =
       tier_ == Tier::host || !scorer.reads_rows()
           ? token.page_first()

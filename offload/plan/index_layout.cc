@@ -26,17 +26,17 @@ std::size_t count_of(std::int64_t a, std::int64_t b = 1, std::int64_t c = 1) {
 }
 
 // Candidates are re-scored by tiles, unless rows proposed them.
-IndexNeeds needs_of(const Policy& p, const KvShape& shape, const Scorers& scorers) {
+IndexNeeds needs_of(const Policy& p, const IndexLayout& layout, const Scorers& scorers) {
   const Scorer& scorer = scorers.at(p.select);
-  IndexNeeds needs = scorer.needs(use_of(p, shape));
+  IndexNeeds needs = scorer.needs(use_of(p, layout.shape, layout.context));
   needs.tiles = needs.tiles || (p.candidates.limited() && !scorer.reads_rows());
   return needs;
 }
 
 }  // namespace
 
-ScorerUse use_of(const Policy& policy, const KvShape& shape) {
-  return {shape, policy.select.parameters, policy.bits};
+ScorerUse use_of(const Policy& policy, const KvShape& shape, std::int64_t context) {
+  return {shape, policy.select.parameters, policy.bits, context};
 }
 
 std::int64_t most_selected(const Policy& p, std::int64_t context, const Scorers& scorers) {
@@ -251,7 +251,7 @@ void keep_rotated(LayerIndex& index, bool rotated) {
 // Adds a selecting layer's needs, by the policy in force in that layer.
 void include_layer(IndexLayout& layout, LayerIndex& index, int layer, const Policy& policy,
                    const Scorers& scorers) {
-  const IndexNeeds needs = needs_of(policy, layout.shape, scorers);
+  const IndexNeeds needs = needs_of(policy, layout, scorers);
   layout.selected = std::max(layout.selected, most_selected(policy, layout.context, scorers));
   if (policy.candidates.limited()) {
     layout.candidates = std::max(layout.candidates, candidates_of(policy).of(layout.context));

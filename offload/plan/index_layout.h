@@ -154,8 +154,8 @@ std::int64_t most_selected(const Policy& policy, std::int64_t context, const Sco
 // `tokens` tokens. False if candidates are scored again, because they are selected too late for it.
 bool weighs_pages(const LogitFormat& format, const Policy& policy, int layer, std::int64_t tokens);
 
-// A policy's scorer in use.
-ScorerUse use_of(const Policy& policy, const KvShape& shape);
+// A policy's scorer in use. `context`: tokens of one sequence.
+ScorerUse use_of(const Policy& policy, const KvShape& shape, std::int64_t context);
 
 // The policy as layers with a window take it: they attend to their window, which is few rows,
 // whatever it says of them.

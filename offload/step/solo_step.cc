@@ -93,10 +93,7 @@ void SoloStep::attend(int layer, const Queries& queries) {
   if (!attends_run(layer)) return decode_.attend(layer, queries);
   const double share = listed_share(layer);
   run_.attend(layer, queries, share);
-  if (is_run_ && phase_ == Phase::prefill && pool_->sparse() != nullptr) {
-    pool_->sparse()->index().observe(layer, session_->sequence(), range_.first, range_.tokens,
-                                     queries.q, queries.stride);
-  }
+  if (is_run_ && phase_ == Phase::prefill) show(layer, queries);
   if (!is_run_) decode_.select(layer, queries);
   const KvPlan& plan = pool_->plan();
   const Tier tier = pool_->tier();
@@ -107,6 +104,18 @@ void SoloStep::attend(int layer, const Queries& queries) {
   const Traffic misses = traffic_of(plan.shape, run_.misses(layer));
   ledger.record(layer, Tier::host, tier, Cause::miss, misses);
   if (plan.on_disk) ledger.record(layer, Tier::disk, Tier::host, Cause::miss, misses);
+}
+
+void SoloStep::show(int layer, const Queries& queries) {
+  if (pool_->sparse() == nullptr) return;
+  const ScorerCount read = pool_->sparse()->index().observe(
+      layer, session_->sequence(), range_.first, range_.tokens, queries, pool_->rows(layer));
+  const std::uint64_t key = pool_->plan().shape.value_offset();
+  Ledger& ledger = session_->ledger();
+  const Tier tier = pool_->tier();
+  ledger.record(layer, tier, tier, Cause::index_read,
+                {read.near_keys, read.near_keys * key + read.bytes});
+  ledger.record(layer, Tier::host, tier, Cause::index_read, {read.far_keys, read.far_keys * key});
 }
 
 double SoloStep::listed_share(int layer) const {

@@ -43,6 +43,8 @@ class SoloStep {
   bool attends_run(int layer) const;
   // The share of the weight whose pages a prompt's chunk attends to; 1 in dense layers.
   double listed_share(int layer) const;
+  // Shows a prompt's queries to scorers, and counts what they read.
+  void show(int layer, const Queries& queries);
   // Counts resident rows of listed pages; only the backend knew the lists.
   void record_listed_hits();
 

@@ -170,12 +170,14 @@ TEST(PolicyText, RefusesWhatIsNotInTheGrammar) {
   const std::vector<Refusal> refusals = {
       {"",
        "policy: the text is empty; write a preset (dense, streaming, quest, sparq, twilight, "
-       "tidaldecode, double_sparsity, snapkv, zipvl, sluice, values, compact, tiny, quantized) or "
+       "tidaldecode, double_sparsity, snapkv, h2o, zipvl, sluice, values, compact, tiny, "
+       "quantized) or "
        "select=dense"},
       {"   ", "the text is empty"},
       {"fast",
        "'fast' is neither a preset (dense, streaming, quest, sparq, twilight, tidaldecode, "
-       "double_sparsity, snapkv, zipvl, sluice, values, compact, tiny, quantized) nor key=value; "
+       "double_sparsity, snapkv, h2o, zipvl, sluice, values, compact, tiny, quantized) nor "
+       "key=value; "
        "settings are select, "
        "candidates, prune, "
        "cap, sinks, "
@@ -192,8 +194,12 @@ TEST(PolicyText, RefusesWhatIsNotInTheGrammar) {
       {"select=magic",
        "policy: 'select=magic' is not understood; select takes dense, streaming, "
        "exact, int4, quest, sparq, sparq(r=1..head_dim), double_sparsity, "
-       "double_sparsity(r=1..head_dim), snapkv or "
-       "snapkv(kernel=1..1023,rows=1..1048576,window=1..1024)"},
+       "double_sparsity(r=1..head_dim), snapkv, "
+       "snapkv(kernel=1..1023,rows=1..1048576,window=1..1024), h2o or h2o(rows=256..1048576)"},
+      {"select=h2o(rows=255)", "'select=h2o(rows=255)' is not understood"},
+      {"select=h2o(rows=1048577)", "h2o or h2o(rows=256..1048576)"},
+      {"select=h2o(rows=256.5)", "h2o or h2o(rows=256..1048576)"},
+      {"select=h2o(window=9)", "h2o or h2o(rows=256..1048576)"},
       {"select=", "'select=' is not understood"},
       {"select=quest(r=4)", "'select=quest(r=4)' is not understood"},
       {"select=sparq()", "select takes dense, streaming"},
@@ -304,11 +310,12 @@ TEST(PolicyText, RefusesWhatMakesNoSense) {
       {"select=streaming", "sinks + recent has to be 1 or more"},
       {"streaming prune=top_k(4)",
        "prune needs estimates; it takes select=exact, int4, quest, sparq, "
-       "double_sparsity or snapkv"},
+       "double_sparsity, snapkv or h2o"},
       {"streaming prune=top_p(0.5)", "prune needs estimates"},
       {"dense prune=top_k(4)", "prune needs estimates"},
-      {"streaming candidates=4", "select=exact, int4, quest, sparq, double_sparsity or snapkv"},
-      {"dense candidates=1/4", "select=exact, int4, quest, sparq, double_sparsity or snapkv"},
+      {"streaming candidates=4",
+       "select=exact, int4, quest, sparq, double_sparsity, snapkv or h2o"},
+      {"dense candidates=1/4", "select=exact, int4, quest, sparq, double_sparsity, snapkv or h2o"},
       {"select=sparq", "a selector other than dense and streaming needs prune=top_k(N)"},
       {"select=exact",
        "needs prune=top_k(N), top_k(1/N) or top_p(P), N of 1 or more, P above 0 "
@@ -365,8 +372,8 @@ TEST(PolicyText, RefusesWhatMakesNoSense) {
       {"quest dense=0,2 anchors=3", "layer 1 follows no anchor"},
       {"quest anchors=1023", "layer 2 follows no anchor"},
       {"dense anchors=0",
-       "anchors share a selection; they take select=exact, int4, quest, sparq, double_sparsity or "
-       "snapkv"},
+       "anchors share a selection; they take select=exact, int4, quest, sparq, double_sparsity, "
+       "snapkv or h2o"},
       {"streaming anchors=0", "anchors share a selection"},
       {"prefill=zipvl(1.1)", "the share of prefill=zipvl has to be above 0 and up to 1"},
       {"prefill=zipvl(-0.1)", "the share of prefill=zipvl has to be above 0 and up to 1"},
@@ -487,9 +494,10 @@ TEST(Presets, ReadAsTheirNamesSay) {
     EXPECT_NO_THROW(validate(policy, kShape)) << preset.name;
     EXPECT_FALSE(preset.description.empty() || preset.description.find('\n') != std::string::npos);
   }
-  EXPECT_THAT(names, ::testing::ElementsAre("dense", "streaming", "quest", "sparq", "twilight",
-                                            "tidaldecode", "double_sparsity", "snapkv", "zipvl",
-                                            "sluice", "values", "compact", "tiny", "quantized"));
+  EXPECT_THAT(names,
+              ::testing::ElementsAre("dense", "streaming", "quest", "sparq", "twilight",
+                                     "tidaldecode", "double_sparsity", "snapkv", "h2o", "zipvl",
+                                     "sluice", "values", "compact", "tiny", "quantized"));
 }
 
 }  // namespace

@@ -67,7 +67,8 @@ TEST(Scorers, RefusalsSayWhatThereIs) {
     return refusal([&] { parse_policy(text, scorers); });
   };
   const std::string accepted =
-      "snapkv(kernel=1..1023,rows=1..1048576,window=1..1024), sketch or sketch(bits=1..64,"
+      "snapkv(kernel=1..1023,rows=1..1048576,window=1..1024), h2o, h2o(rows=256..1048576), sketch "
+      "or sketch(bits=1..64,"
       "decay=0..1)";
   for (const char* text :
        {"select=magic", "select=sketch(bits=0)", "select=sketch(bits=65)",
@@ -79,13 +80,13 @@ TEST(Scorers, RefusalsSayWhatThereIs) {
               HasSubstr("it takes select=exact, int4, sparq or double_sparsity"))
       << "bounds are no weights";
   EXPECT_THAT(refused("dense prune=top_k(4)"),
-              HasSubstr("exact, int4, quest, sparq, double_sparsity, snapkv or sketch"));
+              HasSubstr("exact, int4, quest, sparq, double_sparsity, snapkv, h2o or sketch"));
 }
 
 TEST(Scorers, OfDifferentEnginesShareSluicesOwn) {
   const Scorers scorers;
-  for (const char* name :
-       {"dense", "streaming", "exact", "int4", "quest", "sparq", "double_sparsity", "snapkv"}) {
+  for (const char* name : {"dense", "streaming", "exact", "int4", "quest", "sparq",
+                           "double_sparsity", "snapkv", "h2o"}) {
     EXPECT_TRUE(own_scorers().has(*scorers.find(name))) << name;
   }
 }

@@ -46,7 +46,7 @@ class Scorer(unittest.TestCase):
             ("absent.so", 3, "no such file"),
             (".", 3, "no such file"),
             ("other.so", 4, "exports no 'sluice_scorer'"),
-            ("old.so", 5, "version 1 of scorers"),
+            ("old.so", 5, "version 2 of scorers"),
             ("none.so", 5, "makes no scorer"),
             (ROOT / "README.md", 4, "README.md"),
         ):

@@ -69,7 +69,8 @@ struct ScorerInfo {
 struct ScorerUse {
   KvShape shape;
   Parameters parameters;
-  int bits = 4;  // per key channel in tiles
+  int bits = 4;              // per key channel in tiles
+  std::int64_t context = 0;  // most tokens of a sequence; 0 in check(), where no plan exists yet
 
   double parameter(const std::string& name, double otherwise) const {
     const auto found = parameters.find(name);
@@ -162,6 +163,8 @@ struct TruncateScorer : ScorerCall {
   PagedRows rows;  // still has the rows
 };
 
+class ScorerReads;
+
 // Tokens [first, first + count) of a prompt, whose rows the layer has.
 struct ObserveScorer : ScorerCall {
   std::int32_t sequence = 0;
@@ -169,6 +172,9 @@ struct ObserveScorer : ScorerCall {
   std::int64_t count = 0;
   const float* q = nullptr;  // [count, query_heads, head_dim], `q_stride` floats between tokens
   std::int64_t q_stride = 0;
+  // The keys of positions up to the last of these tokens, and the sequence's memory, as token 0.
+  // What is read counts with the prompt's step. On the host; null on a GPU.
+  const ScorerReads* reads = nullptr;
 };
 
 // Rows of logits, one per position.
@@ -192,7 +198,7 @@ struct ScanExtent {
   int passes = 1;
 };
 
-// What score() read for one KV head of a token.
+// What score() read for one KV head of a token, or observe() for one KV head.
 struct ScorerCount {
   std::uint64_t near_keys = 0;  // keys of rows where attention reads
   std::uint64_t far_keys = 0;   // of rows that are in host memory only
@@ -209,10 +215,10 @@ struct ScorerCount {
   }
 };
 
-// Everything that score() may read on the host besides queries. What is handed out counts as read,
-// each time that it is; keep the pointer to read it again. `token` is a number in the call's batch,
-// and `head` the KV head for which it is read. Not to be called by several threads at once. All
-// throw Error{unsupported} for what is out of range.
+// Everything that score() may read on the host besides queries, and what observe() may read of
+// keys. What is handed out counts as read, each time that it is; keep the pointer to read it again.
+// `token` is a number in the call's batch, and `head` the KV head for which it is read. Not to be
+// called by several threads at once. All throw Error{unsupported} for what is out of range.
 class ScorerReads {
  public:
   ScorerReads() = default;

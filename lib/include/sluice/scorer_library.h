@@ -20,7 +20,7 @@
 namespace sluice {
 
 // Grows whenever something in sluice/scorer.h changes its layout, functions included.
-inline constexpr std::int32_t kScorerVersion = 2;
+inline constexpr std::int32_t kScorerVersion = 3;
 
 struct ScorerLibrary {
   std::int32_t version = 0;  // kScorerVersion of the headers; the first member in all versions
