@@ -746,16 +746,18 @@ TEST(H2o, ItsBytesArePlannedAndInTheLedger) {
       << "notes; kept tokens twice, two queries, keys, newest keys";
 }
 
+// Why this policy is refused; empty if it is not.
+std::string refusal(const std::string& policy) {
+  try {
+    validate(parse_policy(policy), KvShape{1, 4, 2, 32, DType::bf16});
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::usage);
+    return error.what();
+  }
+  return "";
+}
+
 TEST(H2o, RefusesWhatItCannotKeep) {
-  const auto refusal = [](const std::string& text) -> std::string {
-    try {
-      validate(parse_policy(text), KvShape{1, 4, 2, 32, DType::bf16});
-    } catch (const Error& error) {
-      EXPECT_EQ(error.code(), ErrorCode::usage);
-      return error.what();
-    }
-    return "";
-  };
   for (const char* rows : {"255", "1048577", "300.5", "-1", "nan"}) {
     const std::string text = "h2o select=h2o(rows=" + std::string(rows) + ")";
     EXPECT_THAT(refusal(text), HasSubstr("h2o(rows=256..1048576)")) << text;
@@ -777,15 +779,6 @@ TEST(H2o, RefusesWhatItCannotKeep) {
 }
 
 TEST(SnapKv, RefusesWhatItCannotKeep) {
-  const auto refusal = [](const std::string& text) -> std::string {
-    try {
-      validate(parse_policy(text), KvShape{1, 4, 2, 32, DType::bf16});
-    } catch (const Error& error) {
-      EXPECT_EQ(error.code(), ErrorCode::usage);
-      return error.what();
-    }
-    return "";
-  };
   EXPECT_THAT(refusal("snapkv select=snapkv(rows=32)"),
               HasSubstr("rows has to be more than window"));
   EXPECT_THAT(refusal("snapkv prefill=zipvl(0.9)"), HasSubstr("looks at the prompt's queries"));
