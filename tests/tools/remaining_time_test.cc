@@ -15,7 +15,7 @@ TEST(RemainingTimeTest, FindsWhatAPromptTakesWhoseTokensAttendToAllBefore) {
     const double a = 1e-6 * static_cast<double>(random.integer(1, 10000));
     const double b = 1e-9 * static_cast<double>(random.integer(0, 1000));
     RemainingTime remaining;
-    for (double tokens = 512; tokens <= 8192; tokens += 512) {
+    for (int tokens = 512; tokens <= 8192; tokens += 512) {
       remaining.note(tokens, seconds_of(tokens, a, b));
     }
     const double expected = seconds_of(100000, a, b) - seconds_of(8192, a, b);
