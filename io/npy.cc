@@ -153,7 +153,7 @@ class NpyDict {
     }
   }
 
-  std::string_view text_;  // what is left
+  std::string_view text_;  // not parsed yet
   const std::filesystem::path* path_;
   std::optional<std::string> descr_;
   std::optional<bool> fortran_order_;

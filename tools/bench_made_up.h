@@ -46,7 +46,7 @@ class MadeUpRows : public BenchRows {
   double heavy_lead() const;
 
  private:
-  static constexpr int kTopicsOfSlot = 8;  // of which a step asks for one
+  static constexpr int kTopicsOfSlot = 8;  // a step asks for one of them
 
   int slots() const { return shape_.head_dim / 2 / kTopicsOfSlot; }
   // The topic of a token, or -1.

@@ -94,7 +94,7 @@ std::string bos_note(const Engine& engine, const GenerateFlags& flags,
       "--bos always puts it");
 }
 
-// True if `prompt` has the tokens of a saved session and then those that it has not read.
+// Returns true if `prompt` is a saved session's: the tokens that are read, then the unread ones.
 bool is_same_prompt(std::span<const TokenId> prompt, std::span<const TokenId> read,
                     std::span<const TokenId> unread) {
   return prompt.size() == read.size() + unread.size() &&

@@ -61,8 +61,8 @@ struct HeavyToken : StoredToken {
 };
 
 // Behind the notes: f32 queries that wait [kMostBatch, query_heads, head_dim], StoredTokens
-// [kv_heads, rows] by position, only the first min(rows, added) of which are valid, and the
-// prompt's f32 sums [kv_heads, context].
+// [kv_heads, rows] by position (the first min(rows, added) are valid), and the prompt's f32 sums
+// [kv_heads, context].
 struct HeavyLayout {
   KvShape shape;
   std::int64_t rows = 0;
