@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "sluice/errors.h"
+#include "tools/flags.h"
 
 namespace sluice::tools {
 namespace {
@@ -26,15 +27,18 @@ void SavedSessionFlags::add_to(CLI::App& app, const std::string& loaded) {
 }
 
 void SavedSessionFlags::add_every_to(CLI::App& app) {
-  app.add_option("--save-every", every,
-                 "also save while the prompt is read, after every TOKENS of it, so that a prompt "
-                 "that is killed goes on from there; each time all rows until then are written")
-      ->type_name("TOKENS")
-      ->check(CLI::PositiveNumber)
+  add_integer(
+      app, "--save-every", every,
+      "also save while the prompt is read, after this many tokens each time, so that a prompt "
+      "that is killed goes on from there; each time all rows until then are written")
+      ->check(not_zero())
       ->needs("--save-session");
 }
 
 void SavedSessionFlags::require_savable(const Engine& engine, std::int64_t tokens) const {
+  if (every < 0) {
+    throw Error(ErrorCode::usage, "--save-every " + std::to_string(every) + ": give 1 or more");
+  }
   if (!save.empty()) engine.require_savable(save, tokens);
 }
 

@@ -160,6 +160,11 @@ class Prompts(Folder):
         self.assertEqual(often, whole)
 
     def test_what_cannot_be_saved_in_between_is_refused(self):
+        for tokens in (0, -1):
+            done = sluice(*self.command[1:6], *self.flags, "--save-every", tokens)
+            self.assertEqual(done.returncode, 2, done.stderr)
+            self.assertIn("give 1 or more", done.stderr)
+            self.assertEqual(done.stderr.count("\n"), 1, done.stderr)
         for flags, text in ((["--policy", "zipvl"], "zipvl"), ([], "--save-session")):
             save = self.flags if flags else self.flags[:2]
             done = sluice(*self.command[1:6], *flags, *save, "--save-every", 512)
