@@ -397,7 +397,10 @@ int run(const GenerateFlags& flags, bool prompt_given) {
                   ? "sluice: interrupted; the text above is what was generated until then\n"
                   : "sluice: interrupted; " + std::to_string(generated.unread.size()) + " of " +
                         std::to_string(prompt.ids.size()) + " tokens of the prompt were not read" +
-                        (flags.saved.save.empty() ? "" : "; --load-session reads the rest") + "\n");
+                        (flags.saved.save.empty() || session.length() == 0
+                             ? ""
+                             : "; --load-session reads the rest") +
+                        "\n");
   return kInterruptedExit;
 }
 

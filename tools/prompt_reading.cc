@@ -53,7 +53,7 @@ PromptParts read_in_parts(const SavedSessionFlags& flags, Session& session,
 void add_parts(const PromptParts& parts, std::span<const TokenId> prompt, Timings& timings) {
   timings.prefill_tokens += static_cast<std::int64_t>(prompt.size() - parts.unread.size());
   timings.prefill_seconds += parts.seconds;
-  if (!parts.is_interrupted) timings.first_token_seconds += parts.seconds;
+  if (timings.first_token_seconds > 0.0) timings.first_token_seconds += parts.seconds;
 }
 
 void PromptProgress::update(std::int64_t done, std::int64_t of) {

@@ -154,7 +154,7 @@ void Scheduler::admit() {
     try {
       admission = admit(sequence);
     } catch (const Error& error) {
-      sequence.session.reset();
+      close_session(sequence);
       if (!loses_rows_first(sequence, error)) fail(sequence, error);
       i = 0;
       continue;

@@ -1,5 +1,5 @@
 // An npy file, as it is and with the sizes that its header should have. An accepted array has as
-// many bytes as dtype and shape say, all of which can be read.
+// many bytes as dtype and shape say, and every one of them can be read.
 #include <algorithm>
 #include <string>
 #include <vector>
