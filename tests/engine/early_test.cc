@@ -20,9 +20,7 @@ using testing::RandomCheckpoint;
 
 class EarlyModel : public ::testing::TestWithParam<std::string> {
  protected:
-  void SetUp() override {
-    if (GetParam() == "cuda") testing::make_or_skip(testing::gpu_backends().front());
-  }
+  void SetUp() override { testing::skips(GetParam()); }
   EngineConfig config(const std::filesystem::path& model) const {
     EngineConfig config = testing::config_for(GetParam());
     config.model = model;

@@ -57,7 +57,7 @@ class Keeper : public RowObserver {
 class RowObservers : public ::testing::TestWithParam<std::string> {
  protected:
   void SetUp() override {
-    if (GetParam() == "cuda") testing::make_or_skip(testing::gpu_backends().front());
+    if (testing::skips(GetParam())) return;
     EngineConfig config = testing::config_for(GetParam());
     const KvShape shape = Engine::open(config).info().kv;
     keeper_ = std::make_shared<Keeper>(shape);

@@ -68,7 +68,7 @@ class StoppedChunks : public ::testing::TestWithParam<std::string> {
 // page and at its end.
 TEST_P(StoppedChunks, LeaveWhatThereWas) {
   const std::string& device = GetParam();
-  if (device == "cuda" && testing::make_or_skip(testing::gpu_backends().front()) == nullptr) return;
+  if (testing::skips(device)) return;
   for (Engine& engine : engines(device)) {
     const std::vector<TokenId> book = book_tokens(engine, 1000);
     const auto part = [&](std::size_t first, std::size_t count) {
@@ -108,7 +108,7 @@ TEST_P(StoppedChunks, LeaveWhatThereWas) {
 // Chunks that were done stay; here a chunk has 128 tokens.
 TEST_P(StoppedChunks, KeepTheChunksBefore) {
   const std::string& device = GetParam();
-  if (device == "cuda" && testing::make_or_skip(testing::gpu_backends().front()) == nullptr) return;
+  if (testing::skips(device)) return;
   Engine engine = Engine::open(config_for(device));
   const std::vector<TokenId> book = book_tokens(engine, 500);
   const std::span<const TokenId> prompt(book);
@@ -127,7 +127,7 @@ TEST_P(StoppedChunks, KeepTheChunksBefore) {
 // A fork shares a page with the session whose chunk is stopped.
 TEST_P(StoppedChunks, LeaveForksAsTheyWere) {
   const std::string& device = GetParam();
-  if (device == "cuda" && testing::make_or_skip(testing::gpu_backends().front()) == nullptr) return;
+  if (testing::skips(device)) return;
   for (Engine& engine : engines(device)) {
     const std::vector<TokenId> book = book_tokens(engine, 600);
     const auto part = [&](std::size_t first, std::size_t count) {

@@ -20,9 +20,7 @@ using nlohmann::json;
 
 class Traces : public ::testing::TestWithParam<std::string> {
  protected:
-  void SetUp() override {
-    if (GetParam() == "cuda") testing::make_or_skip(testing::gpu_backends().front());
-  }
+  void SetUp() override { testing::skips(GetParam()); }
 
   std::vector<TokenId> run(const std::string& policy, const std::shared_ptr<Trace>& trace,
                            int count) const {

@@ -117,4 +117,9 @@ inline std::unique_ptr<Device> make_or_skip(const NamedBackend& backend, const K
   return nullptr;
 }
 
+// Whether a test of this one of devices() is skipped, having no GPU; it is told so, and returns.
+inline bool skips(const std::string& device) {
+  return device == "cuda" && make_or_skip(gpu_backends().front()) == nullptr;
+}
+
 }  // namespace sluice::testing
