@@ -84,6 +84,14 @@ std::string in_quotes(std::string_view text) {
   return "'" + escaped(front(text, kLongestName)) + std::string(kCut) + "'";
 }
 
+std::string_view to_string(ErrorCode code) {
+  constexpr std::array<std::string_view, 10> kNames = {
+      "usage",  "not_found", "corrupt", "unsupported", "tokenizer",
+      "prompt", "memory",    "io",      "internal",    "numeric"};
+  static_assert(kNames.size() == static_cast<std::size_t>(ErrorCode::numeric) + 1);
+  return kNames[static_cast<std::size_t>(code)];
+}
+
 Error::Error(ErrorCode code, std::string_view message)
     : std::runtime_error(one_line(message)), code_(code) {}
 

@@ -96,6 +96,9 @@ class Serve(unittest.TestCase):
         got, reply = self.server.post(path, body)
         self.assertEqual(got, status, reply)
         self.assertEqual(reply["error"]["type"], kind)
+        codes = {"invalid_request_error": ("usage", "prompt", "unsupported", "not_found", "tokenizer", None),
+                 "rate_limit_error": ("memory",)}
+        self.assertIn(reply["error"]["code"], codes[kind])
         self.assertIn(text, reply["error"]["message"])
 
     # ---- Answers

@@ -367,8 +367,12 @@ nlohmann::json usage_json(const std::vector<Usage>& usages) {
           {"prompt_tokens_details", {{"cached_tokens", sum.reused_tokens}}}};
 }
 
-nlohmann::json error_json(const std::string& message, const std::string& type) {
-  return {{"error", {{"message", message}, {"type", type}, {"param", nullptr}, {"code", nullptr}}}};
+nlohmann::json error_json(const std::string& message, const std::string& type,
+                          std::string_view code) {
+  nlohmann::json error = {
+      {"message", message}, {"type", type}, {"param", nullptr}, {"code", nullptr}};
+  if (!code.empty()) error["code"] = code;
+  return {{"error", std::move(error)}};
 }
 
 }  // namespace sluice::tools

@@ -72,6 +72,8 @@ class ChoiceWriter {
 // The object around choices.
 nlohmann::json envelope(const Completion& completion, bool is_delta);
 nlohmann::json usage_json(const std::vector<Usage>& usages);
-nlohmann::json error_json(const std::string& message, const std::string& type);
+// `code` is null if empty.
+nlohmann::json error_json(const std::string& message, const std::string& type,
+                          std::string_view code);
 
 }  // namespace sluice::tools

@@ -29,6 +29,7 @@ void set_json(httplib::Response& response, const Json& json) {
 struct Fault {
   int status;
   const char* type;
+  std::string_view code;  // of Sluice's error; empty for those of HTTP
 };
 
 Fault fault_of(ErrorCode code) {
@@ -37,19 +38,19 @@ Fault fault_of(ErrorCode code) {
     case ErrorCode::prompt:
     case ErrorCode::tokenizer:
     case ErrorCode::unsupported:
-      return {400, "invalid_request_error"};
+      return {400, "invalid_request_error", to_string(code)};
     case ErrorCode::not_found:
-      return {404, "invalid_request_error"};
+      return {404, "invalid_request_error", to_string(code)};
     case ErrorCode::memory:
-      return {429, "rate_limit_error"};
+      return {429, "rate_limit_error", to_string(code)};
     default:
-      return {500, "server_error"};
+      return {500, "server_error", to_string(code)};
   }
 }
 
 void set_error(httplib::Response& response, const Fault& fault, const std::string& message) {
   response.status = fault.status;
-  set_json(response, error_json(message, fault.type));
+  set_json(response, error_json(message, fault.type, fault.code));
 }
 
 // Takes as long whatever is the first byte that differs.
@@ -194,7 +195,8 @@ bool HttpServer::Impl::stream_next(Answers& answers, httplib::DataSink& sink) co
         Json::array({answers.writers[index].part(piece->text, piece->tokens, piece->finish, true)});
     return send(dump(event));
   } catch (const Error& error) {
-    send(dump(error_json(error.what(), fault_of(error.code()).type)));
+    const Fault fault = fault_of(error.code());
+    send(dump(error_json(error.what(), fault.type, fault.code)));
     sink.done();
     return true;
   }
@@ -260,12 +262,13 @@ httplib::Server::Handler HttpServer::Impl::guarded(
   return [this, handle = std::move(handle)](const httplib::Request& request,
                                             httplib::Response& response) {
     try {
-      if (refuses) return set_error(response, {503, "server_error"}, "the server is shutting down");
+      if (refuses)
+        return set_error(response, {503, "server_error", ""}, "the server is shutting down");
       handle(request, response);
     } catch (const Error& error) {
       set_error(response, fault_of(error.code()), error.what());
     } catch (const std::exception& error) {
-      set_error(response, {500, "server_error"}, error.what());
+      set_error(response, {500, "server_error", ""}, error.what());
     }
   };
 }
@@ -281,7 +284,7 @@ void HttpServer::Impl::set_up() {
   http.set_pre_routing_handler(
       [this](const httplib::Request& request, httplib::Response& response) {
         if (is_allowed(request)) return httplib::Server::HandlerResponse::Unhandled;
-        set_error(response, {401, "authentication_error"}, "the API key is missing or wrong");
+        set_error(response, {401, "authentication_error", ""}, "the API key is missing or wrong");
         return httplib::Server::HandlerResponse::Handled;
       });
   http.set_error_handler([](const httplib::Request& request, httplib::Response& response) {
@@ -289,7 +292,7 @@ void HttpServer::Impl::set_up() {
     std::string message = "the request is not understood";
     if (response.status == 404) message = "there is no " + request.method + " " + request.path;
     if (response.status == 413) message = "the body is too large";
-    set_error(response, {response.status, "invalid_request_error"}, message);
+    set_error(response, {response.status, "invalid_request_error", ""}, message);
   });
   using Req = httplib::Request;
   using Res = httplib::Response;

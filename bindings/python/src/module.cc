@@ -13,8 +13,6 @@ namespace {
 constexpr std::array kErrors{"UsageError",     "NotFoundError", "CorruptError", "UnsupportedError",
                              "TokenizerError", "PromptError",   "CapError",     "StorageError",
                              "InternalError",  "NumericError"};
-constexpr std::array kCodes{"usage",  "not_found", "corrupt", "unsupported", "tokenizer",
-                            "prompt", "memory",    "io",      "internal",    "numeric"};
 static_assert(kErrors.size() == static_cast<std::size_t>(ErrorCode::numeric) + 1);
 
 // sluice.Error and a class for every ErrorCode, which last as long as the interpreter.
@@ -35,7 +33,8 @@ void bind_errors(nb::module_& module) {
   classes->base = new_class("Error", PyExc_Exception, "");
   module.attr("Error") = classes->base;
   for (std::size_t i = 0; i < kErrors.size(); ++i) {
-    classes->by_code[i] = new_class(kErrors[i], classes->base, kCodes[i]);
+    classes->by_code[i] =
+        new_class(kErrors[i], classes->base, to_string(static_cast<ErrorCode>(i)).data());
     module.attr(kErrors[i]) = classes->by_code[i];
   }
   nb::register_exception_translator(

@@ -24,6 +24,9 @@ enum class ErrorCode : std::uint8_t {
   numeric       // a NaN or an infinity where a finite number is required
 };
 
+// Its name here ("not_found"); followed by a NUL.
+std::string_view to_string(ErrorCode code);
+
 // `what()` is one line: the fault, its place (file, or field in backquotes) and the remedy.
 // Regardless of the content of a file or flag it is at most some kilobytes of UTF-8, with control
 // and formatting characters escaped as \xNN.
