@@ -7,13 +7,18 @@
 Every client asks again and again, with a passage of the book as the prompt (lengths between
 --shortest and --longest tokens, as many in each octave) and a greedy answer, streamed. With
 --prefix all prompts begin with the same tokens. With --cancel, --slow and --gone these shares of
-the requests are closed after some events, read slowly, or left before anything was read. What
-follows `--` goes to the server.
+the requests are closed after some events, read slowly, or left before anything was read. With
+--disk-faults this share of the reads and writes of its disk tier fails (bench/faulty_disk.c);
+requests that end with the disk's error are counted, and are no failures. What follows `--` goes to
+the server.
 
 Afterwards the server is left alone for a moment, and its memory and descriptors are compared with
 those before; then up to --check of the answered prompts are asked once more, one by one. An answer
 that differs has to differ first where the two likeliest tokens are within --margin nats of each
 other when the prompt is asked alone.
+
+The server's resident memory is sampled all along; its slope is that of a line through the samples
+behind the first third.
 
 The exit status is 1 if a request failed, an answer differs without such a reason, or the server
 ended.
@@ -27,8 +32,10 @@ import os
 import platform
 import random
 import signal
+import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -47,8 +54,9 @@ def percentile(values: list[float], share: float) -> Optional[float]:
 class Server:
     """A running `sluice serve` on a free port."""
 
-    def __init__(self, command: list[str]) -> None:
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    def __init__(self, command: list[str], environment: dict[str, str]) -> None:
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True,
+                                        env={**os.environ, **environment})  # fmt: skip
         line = ""
         while "http://" not in line:
             line = self.process.stderr.readline()
@@ -89,6 +97,42 @@ def events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
             yield json.loads(line[len(b"data: ") :])
 
 
+class DiskFaults:
+    """A disk that fails, for one process."""
+
+    def __init__(self, share: float) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        library, self.log = Path(self.folder.name, "faulty_disk.so"), Path(self.folder.name, "log")
+        source = ROOT / "bench" / "faulty_disk.c"
+        subprocess.run(["cc", "-shared", "-fPIC", "-O2", "-o", library, source, "-ldl"],
+                       check=True)  # fmt: skip
+        self.environment = {"LD_PRELOAD": str(library), "SLUICE_DISK_FAULTS": str(share),
+                            "SLUICE_DISK_FAULTS_LOG": str(self.log)}  # fmt: skip
+
+    def counts(self) -> dict[str, int]:
+        """Once the process has ended."""
+        return json.loads(self.log.read_text().splitlines()[-1])
+
+
+class Memory(threading.Thread):
+    """Samples of a server's resident memory."""
+
+    def __init__(self, server: Server) -> None:
+        super().__init__(daemon=True)
+        self.server, self.done = server, threading.Event()
+        self.samples: list[tuple[float, int]] = []  # seconds, bytes
+
+    def run(self) -> None:
+        while not self.done.wait(5):
+            self.samples.append((time.monotonic(), self.server.resident_bytes()))
+
+    def bytes_per_hour(self) -> Optional[float]:
+        late = self.samples[len(self.samples) // 3 :]
+        if len(late) < 3:
+            return None
+        return statistics.linear_regression(*zip(*late)).slope * 3600
+
+
 class Load:
     """The clients, and what came of their requests."""
 
@@ -96,7 +140,7 @@ class Load:
         self.server, self.flags, self.book = server, flags, book
         self.end = time.monotonic() + flags.seconds
         self.lock = threading.Lock()
-        self.counts = {"answered": 0, "cancelled": 0, "slow": 0, "gone": 0}
+        self.counts = {"answered": 0, "cancelled": 0, "slow": 0, "gone": 0, "lost by the disk": 0}
         self.failures: list[str] = []
         self.first: list[float] = []  # seconds
         self.gaps: list[float] = []  # seconds between events
@@ -145,11 +189,16 @@ class Load:
         is_cancelled = not is_slow and kind < flags.gone + flags.slow + flags.cancel
         response = connection.getresponse()
         if response.status != 200:
-            raise ValueError(f"status {response.status}: {response.read()[:200]!r}")
+            body = response.read()
+            if self.is_expected(json.loads(body)["error"]):
+                return self.count("lost by the disk")
+            raise ValueError(f"status {response.status}: {body[:200]!r}")
         left = draw.randrange(1, flags.tokens) if is_cancelled else -1
         tokens: list[str] = []
         for event in events(response):
             if "error" in event:
+                if self.is_expected(event["error"]):
+                    return self.count("lost by the disk")
                 raise ValueError(event["error"]["message"])
             now = time.monotonic()
             with self.lock:
@@ -171,6 +220,9 @@ class Load:
             self.answers[begin, length] = tokens
         return self.count("slow" if is_slow else "answered")
 
+    def is_expected(self, error: dict[str, Any]) -> bool:
+        return self.flags.disk_faults > 0 and error["code"] == "io"
+
     def count(self, outcome: str) -> None:
         with self.lock:
             self.counts[outcome] += 1
@@ -179,12 +231,16 @@ class Load:
         """Asks answered prompts once more, one by one."""
         asked = sorted(self.answers)
         random.Random(self.flags.seed).shuffle(asked)
-        same, near, different, seconds = 0, [], [], 0.0
+        same, lost, near, different, seconds = 0, 0, [], [], 0.0
         for begin, length in asked[: self.flags.check]:
             start = time.monotonic()
             response = self.server.post("/v1/completions", self.body(begin, length, False))
-            logprobs = json.loads(response.read())["choices"][0]["logprobs"]
+            reply = json.loads(response.read())
             seconds += time.monotonic() - start
+            if "error" in reply and self.is_expected(reply["error"]):
+                lost += 1
+                continue
+            logprobs = reply["choices"][0]["logprobs"]
             ours = self.answers[begin, length]
             if logprobs["tokens"] == ours:
                 same += 1
@@ -194,7 +250,7 @@ class Load:
             best = sorted(logprobs["top_logprobs"][at].values(), reverse=True)
             margin = best[0] - best[1]
             (near if margin <= self.flags.margin else different).append(round(margin, 5))
-        return {"asked_alone": min(len(asked), self.flags.check), "same": same,
+        return {"asked_alone": min(len(asked), self.flags.check), "same": same, "lost by the disk": lost,
                 "differ_within_margin": near, "differ": different,
                 "seconds_alone": round(seconds, 2)}  # fmt: skip
 
@@ -231,6 +287,7 @@ def read_flags() -> argparse.Namespace:
     parser.add_argument("--cancel", type=float, default=0.0)
     parser.add_argument("--slow", type=float, default=0.0)
     parser.add_argument("--gone", type=float, default=0.0)
+    parser.add_argument("--disk-faults", type=float, default=0.0)
     parser.add_argument("--check", type=int, default=16)
     parser.add_argument("--margin", type=float, default=0.1)
     parser.add_argument("--seed", type=int, default=1)
@@ -245,16 +302,20 @@ def read_flags() -> argparse.Namespace:
 def main() -> int:
     flags = read_flags()
     context = flags.prefix + flags.longest + flags.tokens
+    faults = DiskFaults(flags.disk_faults) if flags.disk_faults > 0 else None
     server = Server([str(flags.sluice), "serve", "--model", str(flags.model), "--port", "0",
                      "--context", str(context), "--connections", str(flags.clients + 8),
-                     *flags.server])  # fmt: skip
+                     *flags.server], faults.environment if faults else {})  # fmt: skip
     book = tokens_of(server, flags.text.read_text())
     server.post("/v1/completions", {"prompt": book[:512], "max_tokens": 8}).read()
     before = {"resident_bytes": server.resident_bytes(), "descriptors": server.descriptors()}
     load = Load(server, flags, book)
+    memory = Memory(server)
+    memory.start()
     start = time.monotonic()
     load.run()
     seconds = time.monotonic() - start
+    memory.done.set()
     wait_until_idle(server)
     time.sleep(6)  # connections are kept for five seconds
     after = {"resident_bytes": server.resident_bytes(), "descriptors": server.descriptors()}
@@ -278,6 +339,8 @@ def main() -> int:
         "between_tokens_seconds": {p: percentile(load.gaps, p) for p in (0.5, 0.9, 0.99, 0.999)},
         "before": before,
         "after": after,
+        "resident_bytes_per_hour": memory.bytes_per_hour(),
+        "disk": faults.counts() if faults else None,
         "alone": checked,
         "preemptions": stats.get("preemptions"),
         "exit_status": status,
