@@ -71,9 +71,19 @@ void Chat::require_no_question() const {
               "a callback may not change the chat: the question that it is from is not over");
 }
 
+void Chat::cut(std::size_t length) {
+  try {
+    session_.truncate(static_cast<std::int64_t>(length));
+  } catch (const Error& error) {
+    if (error.code() == ErrorCode::usage) throw;
+    session_.recompute();
+    session_.truncate(static_cast<std::int64_t>(length));
+  }
+}
+
 void Chat::reset() {
   require_no_question();
-  session_.truncate(0);
+  cut(0);
   held_.clear();
   turns_.clear();
 }
@@ -85,7 +95,7 @@ std::size_t Chat::keep_common(std::span<const TokenId> ids) {
       std::mismatch(ids.begin(), ids.begin() + static_cast<std::ptrdiff_t>(most), held_.begin())
           .first;
   const auto common = static_cast<std::size_t>(end - ids.begin());
-  session_.truncate(static_cast<std::int64_t>(common));
+  cut(common);
   held_.resize(common);
   return common;
 }
@@ -137,7 +147,7 @@ GenerateResult Chat::ask(std::string question, GenerateOptions options) {
   const auto length = static_cast<std::size_t>(session_.length());
   ids.resize(std::min(length, ids.size()));
   held_ = std::move(ids);
-  session_.truncate(static_cast<std::int64_t>(held_.size()));
+  cut(held_.size());
   if (!answered) return result;
   turns.back().answer = result.text;
   turns.back().tokens = result.tokens;

@@ -154,6 +154,8 @@ struct Session::Impl {
   // Tokens that were appended, from the first on. Up to kv.length() they are the session's; others
   // were forgotten since.
   std::vector<TokenId> history{};
+  // Tokens that recompute() restores of a session that cannot go on; unset: kv.length().
+  std::optional<std::int64_t> restorable{};
   bool in_call = false;  // true while a call is running
 
   Impl(std::shared_ptr<Engine::Impl> owner, KvSession session,
@@ -197,6 +199,12 @@ struct Session::Impl {
   // A prompt under a policy whose prefill is sparse.
   std::span<const float> sparse_prefill(std::span<const TokenId> tokens, const Progress& progress,
                                         const Stop& stops);
+  // After a call that failed: notes the tokens from before it, if the session cannot go on.
+  void note_failure(std::int64_t length) {
+    if (kv.in_step() && !restorable) restorable = length;
+  }
+  // See Session::recompute().
+  std::span<const float> recompute(const Progress& progress, const Stop& stops);
   // Runs `tokens` in steps of the planned chunk and calls each(first, count) after every step;
   // other calls may compute between steps. Returns false if `progress` or `stops` stopped it. A
   // failed run restores the tokens from before, unless the session cannot go on.

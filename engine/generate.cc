@@ -6,7 +6,9 @@
 #include <utility>
 
 #include "engine/answer_text.h"
+#include "engine/engine_impl.h"
 #include "engine/speculation.h"
+#include "offload/tiers/disk_pages.h"
 #include "sluice/errors.h"
 
 namespace sluice {
@@ -72,9 +74,28 @@ class GeneratingSession {
     throw Error(ErrorCode::usage, "a callback changed the session whose text it was given");
   }
 
+  // Runs `call`. If a disk loses rows, for the first time, computes them again and repeats the
+  // call. Returns false if that was stopped.
+  bool run(const std::function<void()>& call, const GenerateOptions& options) {
+    try {
+      call();
+      return true;
+    } catch (const Error& error) {
+      const bool is_lost = is_disk_failure(error) && own_.impl_->kv.in_step();
+      if (!is_lost || recomputed_) throw;
+    }
+    recomputed_ = own_.impl_->kv.length();
+    own_.recompute(options.on_recompute, options.interrupt);
+    if (own_.length() < length_ || !goes_on()) return false;
+    call();
+    return true;
+  }
+  std::int64_t recomputed() const { return recomputed_.value_or(0); }
+
  private:
   Session own_;
   std::int64_t length_ = 0;
+  std::optional<std::int64_t> recomputed_;  // tokens
 };
 
 namespace {
@@ -165,7 +186,6 @@ std::optional<TokenId> decode_prompt(GeneratingSession& own, TokenId token, Draw
 std::optional<TokenId> first_token(GeneratingSession& own, std::span<const TokenId> prompt,
                                    Draw& draw, std::span<const TokenId> history,
                                    const Progress& progress, const Stop& stops) {
-  own.note_length();
   if (prompt.size() == 1 && own->length() > 0) {
     return decode_prompt(own, prompt[0], draw, history, progress);
   }
@@ -298,8 +318,14 @@ GenerateResult generate(const Engine& engine, Session& session, std::span<const 
     timings.prefill_tokens = done;
     return (!options.on_prefill || options.on_prefill(done, of)) && !interrupted();
   };
-  const std::optional<TokenId> first =
-      first_token(own, prompt, draw, answer.penalized(), progress, options.interrupt);
+  std::optional<TokenId> first;
+  own.note_length();
+  own.run(
+      [&] {
+        first = first_token(own, prompt, draw, answer.penalized(), progress, options.interrupt);
+      },
+      options);
+  result.recomputed_tokens = own.recomputed();
   timings.prefill_seconds = total.seconds();
   if (!first) {
     result.reason = FinishReason::interrupted;
@@ -322,16 +348,24 @@ GenerateResult generate(const Engine& engine, Session& session, std::span<const 
       answer.end(FinishReason::interrupted);
       break;
     }
-    if (draw.is_free()) {
-      const Drafts drafts = speculation.next(tokens, answer.left() - 1, *own, sampler);
-      const std::vector<TokenId> drawn =
-          own->decode(*result.pending, drafts.tokens, sampler, answer.penalized(), take);
-      timings.decode_tokens += std::ssize(drawn);
-      speculation.note(drafts, drawn.size() - 1);
-    } else {
-      take(draw.decode(*own, *result.pending, answer.penalized()));
-      ++timings.decode_tokens;
+    const auto step = [&] {
+      if (draw.is_free()) {
+        const Drafts drafts = speculation.next(tokens, answer.left() - 1, *own, sampler);
+        const std::vector<TokenId> drawn =
+            own->decode(*result.pending, drafts.tokens, sampler, answer.penalized(), take);
+        timings.decode_tokens += std::ssize(drawn);
+        speculation.note(drafts, drawn.size() - 1);
+      } else {
+        take(draw.decode(*own, *result.pending, answer.penalized()));
+        ++timings.decode_tokens;
+      }
+    };
+    if (!own.run(step, options)) {
+      result.pending.reset();
+      answer.end(FinishReason::interrupted);
+      break;
     }
+    result.recomputed_tokens = own.recomputed();
     own.note_length();
     if (options.on_decode) options.on_decode(*own);
   }

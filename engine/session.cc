@@ -85,11 +85,18 @@ void Session::Impl::correct() {
   kv.require_rewrite(static_cast<std::int64_t>(uncorrected.size()));
   const std::vector<TokenId> tokens = std::move(uncorrected);
   uncorrected.clear();
-  kv.truncate(kv.length() - static_cast<std::int64_t>(tokens.size()));
+  const std::int64_t before = kv.length();
   const auto chunk = static_cast<std::size_t>(kv.plan().chunk);
-  for (std::size_t first = 0; first < tokens.size(); first += chunk) {
-    engine->decoder->step(std::span(tokens).subspan(first, std::min(chunk, tokens.size() - first)),
-                          Phase::correction, kv);
+  try {
+    kv.truncate(before - static_cast<std::int64_t>(tokens.size()));
+    for (std::size_t first = 0; first < tokens.size(); first += chunk) {
+      engine->decoder->step(
+          std::span(tokens).subspan(first, std::min(chunk, tokens.size() - first)),
+          Phase::correction, kv);
+    }
+  } catch (...) {
+    note_failure(before);
+    throw;
   }
 }
 
@@ -200,8 +207,21 @@ bool Session::Impl::run(Turn& turn, std::span<const TokenId> tokens, const Progr
   } catch (...) {
     // Another session may have taken the free blocks, or a callback threw.
     if (!kv.in_step()) kv.truncate(before);
+    note_failure(before);
     throw;
   }
+}
+
+std::span<const float> Session::Impl::recompute(const Progress& progress, const Stop& stops) {
+  std::vector<TokenId> tokens = history;
+  {
+    const Turn turn(*engine, *this);
+    tokens.resize(static_cast<std::size_t>(restorable.value_or(kv.length())));
+    kv.restart();
+    uncorrected.clear();
+    restorable.reset();
+  }
+  return tokens.empty() ? std::span<const float>() : prefill(tokens, progress, stops);
 }
 
 bool Session::Impl::run_pieces(Turn& turn, std::span<const TokenId> tokens,
@@ -261,6 +281,12 @@ std::span<const float> Session::prefill(std::span<const TokenId> tokens, const P
   const std::shared_ptr<Impl> self = share();
   const std::span<const float> logits = self->prefill(tokens, progress, stops);
   // A callback may have ended the session, which owns the memory of the logits.
+  return self.use_count() == 1 ? std::span<const float>() : logits;
+}
+
+std::span<const float> Session::recompute(const Progress& progress, const Stop& stops) {
+  const std::shared_ptr<Impl> self = share();
+  const std::span<const float> logits = self->recompute(progress, stops);
   return self.use_count() == 1 ? std::span<const float>() : logits;
 }
 

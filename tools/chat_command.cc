@@ -188,7 +188,10 @@ class Talk {
                   static_cast<long long>(session.length()),
                   static_cast<long long>(session.plan().context), chat_.turns().size());
     std::string table = text.data();
-    if (last_) table += "last answer:\n" + timing_table(last_->timings) + drafts_line(*last_);
+    if (last_) {
+      table += "last answer:\n" + timing_table(last_->timings) + lost_rows_line(*last_) +
+               drafts_line(*last_);
+    }
     table += memory_table(engine_->memory());
     table += selection_line(session.selection(), session.length());
     table += rows_line(session.ledger());

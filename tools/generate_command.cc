@@ -205,6 +205,7 @@ nlohmann::json report_json(const GenerateFlags& flags, const Engine& engine, con
             {"host_peak_bytes", memory.host_peak},
             {"load_host_peak_bytes", loading.host_peak},
             {"load_process_peak_bytes", loading.process_peak}}},
+          {"recomputed_tokens", result.recomputed_tokens},
           {"policy", to_string(session.policy())},
           {"selection", selection_json(session.selection())},
           {"prefill_share", session.prefill_share()},
@@ -226,17 +227,25 @@ void write_json(const GenerateFlags& flags, const nlohmann::json& report, const 
                [&](const TextSink& to) { write_report_text(report, longer, to); });
 }
 
-// An answer, and what of the prompt the session does not have because it was interrupted.
+// An answer, and the tokens that the session lacks because it was interrupted.
 struct Generated {
   GenerateResult result;
-  std::span<const TokenId> unread;
+  std::vector<TokenId> unread;
 };
+
+// The tokens of `text`, which the session was to have, behind those that it has.
+std::vector<TokenId> unread_of(std::vector<TokenId> text, const GenerateResult& result,
+                               const Session& session) {
+  // An answer without its latest token was interrupted while rows that a disk lost were computed.
+  if (!result.pending) text.insert(text.end(), result.tokens.begin(), result.tokens.end());
+  text.erase(text.begin(), text.begin() + std::min(session.length(), std::ssize(text)));
+  return text;
+}
 
 Generated run_model(const GenerateFlags& flags, const Engine& engine, Session& session,
                     const Prompt& prompt, const std::optional<Constraint>& constraint,
                     Speculation& speculation, std::optional<Spool>& steps) {
   const auto total = std::ssize(prompt.ids);
-  const std::int64_t before = session.length();
   std::optional<PromptProgress> bar;
   bar.emplace();
   const Progress progress = [&](std::int64_t done, std::int64_t of) {
@@ -264,6 +273,13 @@ Generated run_model(const GenerateFlags& flags, const Engine& engine, Session& s
   speculation.use(options);
   options.interrupt = stops;
   options.on_prefill = progress;
+  std::optional<ProgressBar> again;
+  options.on_recompute = [&](std::int64_t done, std::int64_t of) {
+    if (!again) again.emplace("rows lost by the disk");
+    again->update(static_cast<double>(done) / static_cast<double>(of), "");
+    if (done == of) again.reset();
+    return true;
+  };
   std::string_view separator = "\n";
   if (steps) {
     options.on_decode = [&](const Session& at) {
@@ -281,8 +297,11 @@ Generated run_model(const GenerateFlags& flags, const Engine& engine, Session& s
   }
   add_parts(parts, prompt.ids, generated.result.timings);
   take_time();
-  const std::int64_t read = std::min(session.length() - before, total);
-  generated.unread = std::span(prompt.ids).last(static_cast<std::size_t>(total - read));
+  if (generated.result.reason == FinishReason::interrupted) {
+    std::vector<TokenId> text = options.history;
+    text.insert(text.end(), parts.unread.begin(), parts.unread.end());
+    generated.unread = unread_of(std::move(text), generated.result, session);
+  }
   return generated;
 }
 
@@ -292,7 +311,7 @@ void save(const GenerateFlags& flags, Session& session, const Generated& generat
     print_error("sluice: interrupted before there was anything to save\n");
     return;
   }
-  SavedText text = {{}, {generated.unread.begin(), generated.unread.end()}};
+  SavedText text = {{}, generated.unread};
   const GenerateResult& result = generated.result;
   if (result.reason != FinishReason::end_of_text) text.pending = result.pending;
   session.save(flags.saved.save, note_of(text));
@@ -381,8 +400,8 @@ int run(const GenerateFlags& flags, bool prompt_given) {
   }
   if (flags.json != "-") print("\n");
   if (!flags.quiet) {
-    print_error("\n" + loading_line(loading) + timing_table(result.timings) + drafts_line(result) +
-                memory_table(engine.memory()) +
+    print_error("\n" + loading_line(loading) + timing_table(result.timings) +
+                lost_rows_line(result) + drafts_line(result) + memory_table(engine.memory()) +
                 selection_line(session.selection(), session.length()) +
                 rows_line(session.ledger()) + "\n" + session.ledger().to_table());
   }

@@ -172,6 +172,12 @@ std::string timing_table(const Timings& t) {
   return table + text.data();
 }
 
+std::string lost_rows_line(const GenerateResult& result) {
+  if (result.recomputed_tokens == 0) return "";
+  return "disk     lost rows of a session of " + std::to_string(result.recomputed_tokens) +
+         " tokens, which were computed again\n";
+}
+
 std::string memory_table(const MemoryUse& memory) {
   return "memory   peak of the device tier " + format_bytes(memory.device_peak) +
          ", of host memory " + format_bytes(memory.host_peak) + "\n";

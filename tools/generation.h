@@ -58,6 +58,8 @@ Loading load(Engine& engine);
 std::string loading_line(const Loading& loading);
 
 std::string timing_table(const Timings& timings);
+// Says that a disk lost rows; empty if none did.
+std::string lost_rows_line(const GenerateResult& result);
 std::string memory_table(const MemoryUse& memory);
 // The selection of the last decoded token; empty if every layer was dense.
 std::string selection_line(const StepSelection& selection, std::int64_t length);

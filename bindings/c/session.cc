@@ -84,6 +84,7 @@ sluice_generate_result result_of(const GenerateResult& from) {
   to.decode_seconds = from.timings.decode_seconds;
   to.drafted = from.drafts.drafted;
   to.accepted = from.drafts.accepted;
+  to.recomputed_tokens = from.recomputed_tokens;
   return to;
 }
 
@@ -152,6 +153,20 @@ sluice_code sluice_session_prefill(sluice_session* session, const int32_t* token
     const auto row = used->prefill(array(tokens, count, "tokens"), progress_of(on_progress, user),
                                    stop_of(cancel_of(cancel)));
     if (row.empty()) throw Ending{SLUICE_STOPPED, "the callback or `cancel` stopped the prompt"};
+    if (logits != nullptr) std::copy(row.begin(), row.end(), logits);
+  });
+}
+
+sluice_code sluice_session_recompute(sluice_session* session, sluice_progress_callback on_progress,
+                                     void* user, sluice_cancel* cancel, float* logits,
+                                     size_t capacity) {
+  return call([&] {
+    UsedSession used(session);
+    require_floats(logits, capacity, used.vocabulary());
+    if (used->length() == 0)
+      throw sluice::Error(sluice::ErrorCode::prompt, "the session has no tokens");
+    const auto row = used->recompute(progress_of(on_progress, user), stop_of(cancel_of(cancel)));
+    if (row.empty()) throw Ending{SLUICE_STOPPED, "the callback or `cancel` stopped it"};
     if (logits != nullptr) std::copy(row.begin(), row.end(), logits);
   });
 }

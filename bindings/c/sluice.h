@@ -218,6 +218,13 @@ SLUICE_API sluice_code sluice_session_prefill(sluice_session* session, const int
                                               size_t count, sluice_progress_callback on_progress,
                                               void* user, sluice_cancel* cancel, float* logits,
                                               size_t capacity);
+// Computes the rows of all tokens again, so that a session goes on whose rows a disk has lost
+// (SLUICE_IO, SLUICE_CORRUPT); see sluice::Session::recompute. The other arguments are those of a
+// prefill, whose `logits` it gives.
+SLUICE_API sluice_code sluice_session_recompute(sluice_session* session,
+                                                sluice_progress_callback on_progress, void* user,
+                                                sluice_cancel* cancel, float* logits,
+                                                size_t capacity);
 // Appends a token.
 SLUICE_API sluice_code sluice_session_decode(sluice_session* session, int32_t token, float* logits,
                                              size_t capacity);
@@ -304,9 +311,10 @@ typedef struct sluice_generate_result {
   int64_t prefill_tokens;
   double prefill_seconds;
   double first_token_seconds;
-  double decode_seconds;  // for the tokens after the first
-  int64_t drafted;        // tokens guessed and verified
-  int64_t accepted;       // of these
+  double decode_seconds;      // for the tokens after the first
+  int64_t drafted;            // tokens guessed and verified
+  int64_t accepted;           // of these
+  int64_t recomputed_tokens;  // whose rows a disk had lost
 } sluice_generate_result;
 
 // Generates after the prompt. `answer`, if not NULL, gets the tokens and has to hold max_tokens.

@@ -68,6 +68,16 @@ KvSession KvSession::fork() {
   return child;
 }
 
+void KvSession::restart() {
+  if (in_step_) ledger_.drop_tokens();
+  in_step_ = true;  // until there is a new sequence
+  pool_->close(std::exchange(sequence_, kNone));
+  KvSession fresh(pool_);
+  fresh.policy_ = policy_;
+  fresh.ledger_ = std::move(ledger_);
+  *this = std::move(fresh);
+}
+
 void KvSession::require_outside_step() const {
   if (!in_step_) return;
   throw Error(ErrorCode::internal,

@@ -63,6 +63,10 @@ class KvSession {
     return std::min<std::int64_t>(kPageTokens, length_ - page * kPageTokens);
   }
 
+  // Forgets all tokens, and a step that failed, so that the session goes on empty. Policy and
+  // ledger stay. Pages that forks share are not touched.
+  void restart();
+
   // Gives an empty session tokens whose rows are whole pages of a file; see KvPool::attach(). The
   // ledger counts what is read, but no tokens. After an error the session cannot go on.
   void attach(std::int64_t pages, const std::shared_ptr<PageFile>& file);

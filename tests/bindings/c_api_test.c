@@ -314,6 +314,29 @@ static int stop_at_once(void* user, int64_t done, int64_t total) {
   return 1;
 }
 
+static void test_recompute(void) {
+  sluice_engine* engine = open_engine();
+  const size_t vocabulary = vocabulary_of(engine);
+  const tokens prompt = prompt_of(engine);
+  float* logits = memory_for(2 * vocabulary, sizeof *logits);
+  float* again = logits + vocabulary;
+  sluice_session* session = open_session(engine);
+  EXPECT(SLUICE_PROMPT, sluice_session_recompute(session, NULL, NULL, NULL, NULL, 0));
+  EXPECT_OK(sluice_session_prefill(session, prompt.ids, prompt.count, NULL, NULL, NULL, logits,
+                                   vocabulary));
+  EXPECT(SLUICE_TOO_SMALL, sluice_session_recompute(session, NULL, NULL, NULL, again, 1));
+  EXPECT_OK(sluice_session_recompute(session, NULL, NULL, NULL, again, vocabulary));
+  CHECK(memcmp(logits, again, vocabulary * sizeof *logits) == 0);
+  int calls = 0;
+  EXPECT(SLUICE_STOPPED, sluice_session_recompute(session, stop_at_once, &calls, NULL, NULL, 0));
+  int64_t length = -1;
+  EXPECT_OK(sluice_session_length(session, &length));
+  CHECK(length == 0);
+  EXPECT_OK(sluice_session_free(session));
+  EXPECT_OK(sluice_engine_free(engine));
+  free(logits);
+}
+
 static void test_sessions(void) {
   sluice_engine* engine = open_engine();
   const size_t vocabulary = vocabulary_of(engine);
@@ -923,14 +946,13 @@ typedef struct subject {
 } subject;
 
 int main(int argc, char** argv) {
-  const subject subjects[] = {{"handles", test_handles},     {"structs", test_structs},
-                              {"buffers", test_buffers},     {"text", test_text},
-                              {"sessions", test_sessions},   {"steps", test_steps},
-                              {"generate", test_generate},   {"constraint", test_constraint},
-                              {"cancel", test_cancel},       {"batcher", test_batcher},
-                              {"mask", test_mask},           {"order", test_order},
-                              {"threads", test_threads},     {"kv_cache", test_kv_cache},
-                              {"kv_misuse", test_kv_misuse}, {"chat", test_chat}};
+  const subject subjects[] = {
+      {"handles", test_handles},     {"structs", test_structs},   {"recompute", test_recompute},
+      {"buffers", test_buffers},     {"text", test_text},         {"sessions", test_sessions},
+      {"steps", test_steps},         {"generate", test_generate}, {"constraint", test_constraint},
+      {"cancel", test_cancel},       {"batcher", test_batcher},   {"mask", test_mask},
+      {"order", test_order},         {"threads", test_threads},   {"kv_cache", test_kv_cache},
+      {"kv_misuse", test_kv_misuse}, {"chat", test_chat}};
   if (argc != 3) return 2;
   model = argv[1];
   for (size_t i = 0; i < sizeof subjects / sizeof subjects[0]; ++i) {

@@ -145,6 +145,11 @@ class Sessions(Case):
     def test_progress_stops_and_raises(self):
         session = self.session()
         self.assertIsNone(session.prefill(self.prompt, progress=lambda done, total: False))
+        logits = session.prefill(self.prompt)
+        self.assertTrue((session.recompute() == logits).all())
+        self.assertEqual(len(session), len(self.prompt))
+        self.assertIsNone(session.recompute(progress=lambda done, total: False))
+        self.assertEqual(len(session), 0)
         session.truncate(0)
 
         def fail(done, total):

@@ -691,26 +691,6 @@ class BatcherOnDisk : public BatcherTest {
     on_disk_ = std::make_unique<Engine>(Engine::open(config));
   }
 
-  // The files of rows that this process has there. They have no names.
-  std::vector<std::filesystem::path> files() const {
-    std::vector<std::filesystem::path> found;
-    for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
-      std::error_code gone;
-      const std::string target = std::filesystem::read_symlink(entry.path(), gone).string();
-      const bool is_ours = target.starts_with(std::filesystem::canonical(disk_).string() + "/");
-      if (is_ours && target.ends_with(" (deleted)")) found.push_back(entry.path());
-    }
-    return found;
-  }
-  // Writes other bytes into all of them.
-  void spoil() const {
-    for (const std::filesystem::path& file : files()) {
-      std::fstream stream(file, std::ios::in | std::ios::out | std::ios::binary);
-      const std::string noise(std::filesystem::file_size(file), 'x');
-      stream << noise << std::flush;
-      ASSERT_TRUE(stream.good()) << file;
-    }
-  }
   // A batcher that cannot hold the rows of a request in host memory.
   std::unique_ptr<Batcher> open_batcher() {
     BatcherOptions small = options();
@@ -720,7 +700,7 @@ class BatcherOnDisk : public BatcherTest {
       small.host_memory = cap;
       try {
         auto batcher = std::make_unique<Batcher>(*on_disk_, small);
-        EXPECT_FALSE(files().empty());
+        EXPECT_FALSE(testing::row_files(disk_).empty());
         return batcher;
       } catch (const Error& error) {
         if (error.code() != ErrorCode::memory) throw;
@@ -731,7 +711,7 @@ class BatcherOnDisk : public BatcherTest {
   Request spoiled(std::set<int> at) {
     Request wanted = request(500, 40);
     wanted.rules.mask = [this, at = std::move(at), count = 0](auto&&...) mutable {
-      if (at.contains(count++)) spoil();
+      if (at.contains(count++)) testing::spoil_row_files(disk_);
     };
     return wanted;
   }

@@ -199,6 +199,11 @@ class Caller {
     return sluice_session_prefill(session, tokens.data(), tokens.size(), nullptr, nullptr, cancel,
                                   to, logits.capacity());
   }
+  sluice_code recompute(Words& words) {
+    auto* const session = at(sessions_, words);
+    auto* const cancel = maybe(cancels_, words);
+    return sluice_session_recompute(session, nullptr, nullptr, cancel, nullptr, 0);
+  }
   sluice_code decode(Words& words) {
     auto* const session = at(sessions_, words);
     const auto token = static_cast<std::int32_t>(words.number());
@@ -438,6 +443,7 @@ const std::map<std::string_view, Caller::Call>& Caller::calls() {
       {"sibling", &Caller::sibling},
       {"free_session", &Caller::free_session},
       {"prefill", &Caller::prefill},
+      {"recompute", &Caller::recompute},
       {"decode", &Caller::decode},
       {"score", &Caller::score},
       {"use", &Caller::use},

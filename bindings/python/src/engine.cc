@@ -117,8 +117,9 @@ auto with(PySession& self, const auto& body) {
   return body();
 }
 
-// Ctrl-C ends a prompt within its chunk, and the session keeps the tokens that it had before.
-nb::object prefill(PySession& self, const Tokens& tokens, nb::handle progress) {
+// Runs compute(stops). Ctrl-C ends it within its chunk, and the session keeps what it had before,
+// or of that what is computed again.
+nb::object with_signals(PySession& self, const auto& compute) {
   std::exception_ptr signal;  // thrown from within a chunk it would end the session
   const Stop is_signalled = [&] {
     const nb::gil_scoped_acquire locked;
@@ -131,12 +132,24 @@ nb::object prefill(PySession& self, const Tokens& tokens, nb::handle progress) {
   };
   const auto logits = with(self, [&] {
     const std::int64_t before = self.session.length();
-    const auto row = self.session.prefill(tokens, progress_of(progress), is_signalled);
+    const std::span<const float> row = compute(is_signalled);
     if (signal == nullptr) return row;
-    self.session.truncate(before);
+    self.session.truncate(std::min(before, self.session.length()));
     std::rethrow_exception(signal);
   });
   return logits.empty() ? nb::none() : nb::cast(numpy_copy(logits));
+}
+
+nb::object prefill(PySession& self, const Tokens& tokens, nb::handle progress) {
+  return with_signals(self, [&](const Stop& stops) {
+    return self.session.prefill(tokens, progress_of(progress), stops);
+  });
+}
+
+nb::object recompute(PySession& self, nb::handle progress) {
+  return with_signals(self, [&](const Stop& stops) {
+    return self.session.recompute(progress_of(progress), stops);
+  });
 }
 
 std::vector<Floats> step(PyEngine& self, const std::vector<std::shared_ptr<PySession>>& sessions,
@@ -175,6 +188,11 @@ void bind_session(nb::module_& module) {
            nb::sig("def prefill(self, tokens: collections.abc.Sequence[int], progress: "
                    "collections.abc.Callable[[int, int], bool | None] | None = None) -> "
                    "numpy.ndarray | None"))
+      .def("recompute", &recompute, nb::arg("progress") = nb::none(),
+           "Computes the rows of all tokens again, so that a session goes on whose rows a disk has "
+           "lost (StorageError, CorruptError). Logits and progress as for prefill.",
+           nb::sig("def recompute(self, progress: collections.abc.Callable[[int, int], bool | "
+                   "None] | None = None) -> numpy.ndarray | None"))
       .def(
           "decode",
           [](PySession& self, TokenId token) {

@@ -162,6 +162,7 @@ nb::object timings_of(Generation& self) {
   const auto result = self.result();
   if (!result) return nb::none();
   nb::dict dict;
+  dict["recomputed_tokens"] = result->recomputed_tokens;
   dict["prefill_seconds"] = result->timings.prefill_seconds;
   dict["prefill_tokens"] = result->timings.prefill_tokens;
   dict["first_token_seconds"] = result->timings.first_token_seconds;

@@ -97,6 +97,9 @@ class Chat {
   // Truncates the session to its common prefix with `ids`, and returns the prefix's tokens.
   std::size_t keep_common(std::span<const TokenId> ids);
   void require_no_question() const;
+  // Truncates the session. Rows that a disk has lost, now or in an earlier question, are computed
+  // again.
+  void cut(std::size_t length);
   // Drops the session's tokens from `token` on, after a question that failed.
   void forget_from(std::size_t token);
 

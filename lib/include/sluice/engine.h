@@ -347,6 +347,13 @@ class Session {
   void decode_known(std::span<const TokenId> tokens,
                     const std::function<void(std::size_t, std::span<const float>)>& each);
 
+  // Computes the rows of all tokens again, into memory that no fork shares, so that a session goes
+  // on whose rows a disk has lost (Error{io}, Error{corrupt}). Its tokens are those from before the
+  // call that failed; policy and ledger stay. Returns what prefill() of its tokens returns, and may
+  // be stopped as that. Throws what prefill() throws; the session then has no tokens, and if a disk
+  // fails again, cannot go on.
+  std::span<const float> recompute(const Progress& progress = {}, const Stop& stops = {});
+
   // Sets the policy from the next token on. Throws Error{usage} unless it is one of
   // SessionOptions::policies.
   void use(const Policy& policy);

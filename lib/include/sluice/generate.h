@@ -49,6 +49,7 @@ struct GenerateOptions {
   // Tokens before the prompt that the repetition penalty also covers.
   std::vector<TokenId> history;
   Progress on_prefill;                                 // see Session::prefill
+  Progress on_recompute;                               // see Session::recompute
   std::function<void(std::string_view text)> on_text;  // whole characters, as generated
   std::function<void(const Session&)> on_decode;       // after every decode step of the answer
   // Ends cleanly once it returns true: after the token, or the layer of the prompt's chunk, that is
@@ -70,6 +71,7 @@ struct GenerateResult {
   std::optional<TokenId> pending;
   Timings timings;
   DraftCounts drafts;
+  std::int64_t recomputed_tokens = 0;  // whose rows a disk had lost
 };
 
 // Generates after `prompt` in `session`, which must have room for the prompt and max_tokens. A
@@ -77,6 +79,10 @@ struct GenerateResult {
 // Throws Error{prompt} for an empty prompt or one that does not fit, Error{usage} for bad sampling
 // parameters, `drafts` not 1 to 63, a drafter where Session::draft_room() throws, or a constraint
 // beside a drafter or `ignore_eos`.
+//
+// Where a disk loses rows of the session, they are computed again (Session::recompute()) and the
+// text goes on; the second time in one text, its Error{io} or Error{corrupt} is thrown. An
+// interrupt meanwhile leaves the session with the first of its tokens, and none pending.
 //
 // A repetition penalty covers the tokens of `history`, of `prompt` and of the answer.
 //
