@@ -855,6 +855,9 @@ TEST_F(AttachedSessions, BytesThatChangedEndTheSessionThatWantsThem) {
     expect_error(ErrorCode::corrupt, "does not have the bytes", [&] { go_on(loaded, more_); });
     EXPECT_THROW(loaded.decode(1), Error);
     EXPECT_THROW(loaded.fork(), Error);
+    loaded.recompute();
+    loaded.truncate(kLong);
+    EXPECT_EQ(go_on(loaded, more_), expected);
     ended.reset();
     put(rows(), good);
     Session again = engine_->load_session(directory(), options);
