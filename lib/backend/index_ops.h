@@ -20,7 +20,8 @@
 
 namespace sluice {
 
-// A run of consecutive rows of one KV head.
+// A run of consecutive rows of one KV head. In an operation the runs of all heads have the same
+// length and lie at equal distances, as they do in every tier and buffer.
 struct RowSpan {
   const std::byte* rows = nullptr;  // [count, row_bytes]
   std::int64_t count = 0;

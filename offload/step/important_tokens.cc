@@ -335,14 +335,12 @@ void ImportantTokens::attend_listed(AttendParams& params, std::int64_t count, co
 // Gathers listed rows [first, first + count) into the arena.
 void ImportantTokens::bring(std::int64_t first, std::int64_t count, const KvPool& pool,
                             Ledger& ledger) {
-  const std::vector<std::int64_t> counts(static_cast<std::size_t>(shape_.kv_heads), count);
   GatherParams params;
   params.shape = shape_;
   params.rows = rows(pool);
   params.sequence = stages() ? 0 : sequence_;
-  params.positions = positions();
-  params.first = first;
-  params.counts = counts;
+  params.positions = positions() + first;
+  params.count = count;
   params.to = arena_.data();
   params.to_rows = arena_rows_;
   queue_->run(params);
