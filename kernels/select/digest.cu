@@ -215,8 +215,8 @@ int blocks_of(const SelectCall& c, const DeviceLimits& device) {
 bool fits_digest(const SelectCall& c, const DeviceLimits& device) {
   constexpr std::int64_t kMostForced = 4096;
   if (c.entries < device.digested_entries) return false;
-  if (device.capability < 90 || c.group > kMostRows || c.digest.maxima == nullptr) return false;
-  if (!c.is_aligned || c.list != nullptr) return false;
+  if (device.capability < 90 || c.group > kMostRows) return false;
+  if (c.digest.maxima == nullptr || c.list != nullptr) return false;
   if (!c.has_grades || (c.is_top_p && c.p >= 1.0f)) return false;
   // If more are kept, candidates are mostly too many to list.
   if (std::int64_t{c.most_keep} * c.group * 2 > kMostListed || c.most_forced > kMostForced) {

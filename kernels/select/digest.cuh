@@ -118,7 +118,7 @@ __device__ __forceinline__ Seen read_special(const DigestWork& w) {
     std::int32_t v = at + lane_id();
     if (v >= w.first_plain * kPageVectors) v += gap;
     uint4 x = all_minus_infinity();
-    if (v < w.count) x = load8(w.c, row, w.extent.total, w.entry(v));
+    if (v < w.count) x = load8_below(row, w.extent.total, w.entry(v));
     const __half2 both = __hmax2_nan(__hmax2_nan(as_half2(x.x), as_half2(x.y)),
                                      __hmax2_nan(as_half2(x.z), as_half2(x.w)));
     seen.most = __hmax2_nan(seen.most, both);

@@ -23,7 +23,7 @@ struct EmitShared {
   std::uint32_t part[kWarp];
   Counts before;
   std::uint32_t pages;
-  std::uint32_t totals[3];  // emitted, wanted, pages
+  std::uint32_t totals[2];  // emitted, pages
   float alphas[kWarps][kMostGroup];
 };
 
@@ -89,7 +89,7 @@ struct Batch {
 #pragma unroll
     for (int k = 0; k < kHeadsAtOnce; ++k) {
       const int g = min(first + k, c.group - 1);
-      v[k] = load8_raw(c, c.row(span.head, g), span.extent.total, i);
+      v[k] = load8(c.row(span.head, g), i);
     }
   }
   // Adds the weights of the entries in `bits`, without the rows' scales.
@@ -240,21 +240,20 @@ __device__ void finish_head(const LargeCall& call, const Span& span, const Grade
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
   const std::int64_t slot = static_cast<std::int64_t>(span.head) * call.spans;
   const ChunkResult* const results = call.results + slot;
-  if (thread < 3) shared->totals[thread] = 0;
+  if (thread < 2) shared->totals[thread] = 0;
   __syncthreads();
-  std::uint32_t sums[3] = {0, 0, 0};
+  std::uint32_t sums[2] = {0, 0};
   for (std::int32_t i = thread; i < span.active; i += kThreads) {
     const ChunkResult result = results[i];
     sums[0] += static_cast<std::uint32_t>(result.emitted);
-    sums[1] += static_cast<std::uint32_t>(result.wanted);
     if (result.emitted == 0) continue;
-    sums[2] += static_cast<std::uint32_t>(result.pages);
+    sums[1] += static_cast<std::uint32_t>(result.pages);
     std::int32_t before = i - 1;
     while (before >= 0 && results[before].emitted == 0) --before;
-    if (before >= 0 && results[before].last_page == result.first_page) --sums[2];
+    if (before >= 0 && results[before].last_page == result.first_page) --sums[1];
   }
 #pragma unroll
-  for (int i = 0; i < 3; ++i) {
+  for (int i = 0; i < 2; ++i) {
     const std::uint32_t sum = __reduce_add_sync(kAllLanes, sums[i]);
     if (thread % kWarp == 0) atomicAdd(shared->totals + i, sum);
   }
@@ -278,8 +277,8 @@ __device__ void finish_head(const LargeCall& call, const Span& span, const Grade
   if (thread != 0) return;
   HeadSelection result;
   result.count = static_cast<std::int32_t>(shared->totals[0]);
-  result.cut = cut.cut != 0 || shared->totals[1] > shared->totals[0] ? 1 : 0;
-  result.pages = static_cast<std::int32_t>(shared->totals[2]);
+  result.cut = cut.cut != 0 ? 1 : 0;
+  result.pages = static_cast<std::int32_t>(shared->totals[1]);
   result.bad = span.bad ? 1 : 0;
   c.heads[span.head] = result;
 }
@@ -329,7 +328,7 @@ __device__ __forceinline__ void emit_span(const LargeCall& call, const Span& spa
     const Counts before = exchange(states, span.number, counts);
     if (thread == 0) shared->before = before;
   }
-  // Computed while the first warp waits, because entries are hardly ever dropped afterwards.
+  // Computed while the first warp waits.
   if (!kByGrades && call.call.group > kHeadsAtOnce) add_weights(call.call, span, shared);
   __syncthreads();
   const Counts before = shared->before;
@@ -338,10 +337,8 @@ __device__ __forceinline__ void emit_span(const LargeCall& call, const Span& spa
     return static_cast<std::int32_t>(min(before.equal + equals, cut.ties)) -
            static_cast<std::int32_t>(min(before.equal, cut.ties));
   };
-  const std::int32_t wanted = static_cast<std::int32_t>(counts.above) + ties(counts.equal);
+  const std::int32_t emitted = static_cast<std::int32_t>(counts.above) + ties(counts.equal);
   const std::int64_t at = static_cast<std::int64_t>(before.above) + min(before.equal, cut.ties);
-  const auto emitted = static_cast<std::int32_t>(
-      min(static_cast<std::int64_t>(wanted), max(std::int64_t{0}, call.call.capacity - at)));
   std::int32_t slots[kMostWarpStrips];
 #pragma unroll
   for (int w = 0; w < kMostWarpStrips; ++w) {
@@ -356,14 +353,12 @@ __device__ __forceinline__ void emit_span(const LargeCall& call, const Span& spa
       within += here << 16;
     }
     within += above;
-    kept[w] = first_bits(kept[w], emitted - slots[w]);
   }
-  if (kByGrades || emitted < wanted) {
+  if (kByGrades) {
     for (int w = 0; w < span.each; ++w) shared->kept_bits[thread * span.each + w] = kept[w];
     add_weights(call.call, span, shared);
   }
   ChunkResult result;
-  result.wanted = wanted;
   result.emitted = emitted;
   for (std::int32_t base = 0; base < emitted; base += kStaged) {
 #pragma unroll
@@ -404,7 +399,7 @@ __device__ void compare_grades(const LargeCall& call, const Span& span, const Gr
   equal = 0;
   if (i >= span.extent.emit) return;
   if (call.grades == nullptr) {
-    const uint4 v = load8_raw(c, c.row(span.head, 0), span.extent.total, i);
+    const uint4 v = load8(c.row(span.head, 0), i);
     std::uint32_t others = selectable8(span.extent, i);
     if (c.is_top_p) others &= reaching(v, twice(rows[0].threshold));
     LogitCut(cut).compare8(v, others, above, equal);

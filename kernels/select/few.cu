@@ -6,7 +6,6 @@
 // Few other sectors reach that bound. The entries there that reach it are listed, and the heaviest
 // are found by bisection. If too many reach it because weights are nearly equal, those that fit the
 // list raise the bound, and the search starts again.
-#include <algorithm>
 #include <cmath>
 
 #include "kernels/runtime/page_weights.h"
@@ -421,12 +420,11 @@ __global__ void __maxnreg__(kRegisters) select_few(const __grid_constant__ Selec
 }  // namespace
 
 bool fits_few(const SelectCall& c, const DeviceLimits& device) {
-  if (c.is_top_p || c.digest.maxima == nullptr) return false;
-  if (!c.is_aligned || c.list != nullptr) return false;
+  if (c.is_top_p || c.digest.maxima == nullptr || c.list != nullptr) return false;
   const std::int32_t pages = c.entries / kPageTokens;
   return c.group <= kMostFewRows && pages * c.group <= kMostFewItems &&
          pages * kBoundsPerPage <= kMostFewSectors && c.most_keep <= kMostFewKept &&
-         c.most_forced <= kMostFewKept && c.capacity >= std::max(c.most_keep, c.most_forced) &&
+         c.most_forced <= kMostFewKept &&
          static_cast<int>(sizeof(FewShared)) <= device.shared_bytes;
 }
 

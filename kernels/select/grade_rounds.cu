@@ -41,9 +41,7 @@ __device__ Place place_of(const LargeCall& call, std::int32_t head, int round, S
 __device__ void compute_grades(const SelectCall& c, const Place& place, std::int32_t i,
                                const RowInfo* rows, std::uint32_t (&grades)[8]) {
   const __half* const first = c.row(place.head, 0);
-  const auto load = [&](int g) {
-    return load8_raw(c, first + g * c.stride, place.extent.total, i);
-  };
+  const auto load = [&](int g) { return load8(first + g * c.stride, i); };
   if (i < place.extent.emit) {
     grades8(c, c.group, rows, selectable8(place.extent, i), load, grades);
     return;

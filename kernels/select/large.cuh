@@ -70,7 +70,6 @@ struct RowSearch {
 };
 
 struct ChunkResult {
-  std::int32_t wanted = 0;
   std::int32_t emitted = 0;
   std::int32_t pages = 0;
   std::int32_t first_page = 0;

@@ -226,9 +226,9 @@ __device__ inline bool reach_bounds(const SelectCall& c, std::int32_t head,
   return __syncthreads_and(all ? 1 : 0) != 0;
 }
 
-// Writes a KV head's always kept positions and the heaviest of its candidates; they fit the
-// capacity. With `bounds`, one per query head, returns false unless every picked candidate reaches
-// one of them; returns true if the head is settled.
+// Writes a KV head's always kept positions and the heaviest of its candidates. With `bounds`, one
+// per query head, returns false unless every picked candidate reaches one of them; returns true if
+// the head is settled.
 __device__ __noinline__ static bool pick(const SelectCall& c, std::int32_t head,
                                          const Extent& extent, const RowInfo* rows,
                                          const Candidates& from, const std::uint16_t* bounds,

@@ -77,8 +77,8 @@ SelectCall call_of(const SelectParams& p) {
   check(c.group <= kMostGroup, "more query heads per KV head than select() takes");
   c.logits = reinterpret_cast<const __half*>(p.logits.data);
   c.stride = p.logits.stride;
-  c.is_aligned =
-      reinterpret_cast<std::uintptr_t>(p.logits.data) % 16 == 0 && p.logits.stride % 8 == 0;
+  check(reinterpret_cast<std::uintptr_t>(p.logits.data) % 16 == 0 && c.stride % 8 == 0,
+        "rows of logits that select() cannot load 16 bytes at a time");
   c.skip_newest = p.skip_newest;
   c.digest = PageDigest::of(p.logits.digest);
   c.page_weights = PageWeights::of(p.logits.digest, c.group);
@@ -156,8 +156,6 @@ std::int32_t shortlist_capacity_of(const SelectCall& c) {
   if (least > kMostLeast || c.entries < kLeastShare * least) return 0;
   const std::int64_t most = kMostListedInAll / std::max(c.head_count, 1);
   if (least > most || c.most_forced > kMostForced) return 0;
-  // pick() does not check the capacity.
-  if (c.capacity < std::max(c.most_keep, c.most_forced)) return 0;
   return static_cast<std::int32_t>(
       std::clamp<std::int64_t>(8 * least, std::min<std::int64_t>(8192, most), most));
 }
@@ -244,11 +242,6 @@ std::size_t place(LargeCall& l, std::byte* scratch) {
   return carver.used();
 }
 
-std::int32_t most_heads_at_once(const SelectCall& c) {
-  return static_cast<std::int32_t>(
-      std::clamp<std::int64_t>(kRowsAtOnce / c.group, 1, std::max(c.head_count, 1)));
-}
-
 // The scratch for selecting for this many heads at once.
 std::size_t scratch_of(const SelectCall& c, std::int32_t heads, const DeviceLimits& device) {
   const auto bytes_of = [&](std::int32_t count) {
@@ -262,7 +255,8 @@ std::size_t scratch_of(const SelectCall& c, std::int32_t heads, const DeviceLimi
 
 // The number of heads to run at once; halved until the scratch fits.
 std::int32_t heads_at_once(const SelectCall& c, const Launch& launch) {
-  std::int32_t heads = most_heads_at_once(c);
+  auto heads =
+      static_cast<std::int32_t>(std::clamp<std::int64_t>(kRowsAtOnce / c.group, 1, c.head_count));
   while (heads > 1 && scratch_of(c, heads, *launch.device) > launch.scratch_bytes) {
     heads = (heads + 1) / 2;
   }
@@ -295,13 +289,6 @@ void select_large(const SelectCall& c, const Launch& launch) {
 }
 
 }  // namespace
-
-std::size_t select_scratch_bytes(const SelectParams& params, const DeviceLimits& device) {
-  const SelectCall c = call_of(params);
-  if (c.logits == nullptr || fits_few(c, device) || fits_small(c, device)) return 0;
-  if (fits_digest(c, device) || fits_cluster(c, device)) return 0;
-  return scratch_of(c, most_heads_at_once(c), device);
-}
 
 void select(const SelectParams& params, const Launch& launch) {
   const SelectCall c = call_of(params);

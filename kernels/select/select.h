@@ -41,8 +41,6 @@
 // choose_tokens() sorts the scores of a whole prompt.
 #pragma once
 
-#include <cstddef>
-
 #include "kernels/runtime/launch.h"
 #include "lib/backend/index_ops.h"
 
@@ -59,10 +57,6 @@ void select(const SelectParams& params, const Launch& launch);
 // Throws Error{unsupported} for a prompt whose scores do not fit the scratch memory, about 20 bytes
 // per token.
 void choose_tokens(const ChooseTokensParams& params, const Launch& launch);
-
-// Scratch bytes with which select() takes the fewest rounds of heads, by sizes alone. With less it
-// takes more rounds; the scratch of one head must fit.
-std::size_t select_scratch_bytes(const SelectParams& params, const DeviceLimits& device);
 
 // Returns true if select() writes the page weights that are asked for, which only `few` does; else
 // weigh_pages() of values/ has to follow.

@@ -124,7 +124,7 @@ __device__ __forceinline__ std::uint32_t candidates8(const SelectCall& c, std::i
                                                      const Extent& extent, std::int32_t i,
                                                      const Bound& bound, const RowInfo* rows) {
   const std::uint32_t selectable = selectable8(extent, i);
-  const auto load = [&](int g) { return load8_raw(c, c.row(head, g), extent.total, i); };
+  const auto load = [&](int g) { return load8(c.row(head, g), i); };
   std::uint32_t grades[8];
   grades8(c, c.group, rows, selectable, load, grades);
   std::uint32_t bits = 0;

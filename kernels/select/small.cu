@@ -41,7 +41,7 @@ __device__ __forceinline__ void load_row(const Work& w) {
   const __half* const row = w.c.row(w.head, 0);
 #pragma unroll 4
   for (std::int32_t v = thread_id(); v < (w.extent.total + 7) / 8; v += threads()) {
-    w.row[v] = load8(w.c, row, w.extent.total, v * 8);
+    w.row[v] = load8_below(row, w.extent.total, v * 8);
   }
   __syncthreads();
 }
@@ -242,12 +242,11 @@ __device__ __forceinline__ void find_kept(const Work& w, const GradeCut& cut, bo
   above |= allowed8(w.extent, v * 8) & forced8(w.extent, v * 8);
 }
 
-// Writes the kept positions up to the capacity; returns the number of wanted ones.
-__device__ __forceinline__ std::int64_t write_positions(const Work& w, bool by_grades) {
+// Writes the kept positions; returns their number.
+__device__ __forceinline__ std::int32_t write_positions(const Work& w, bool by_grades) {
   const SelectCall& c = w.c;
   const GradeCut cut = w.shared->cut;
   std::int32_t* const to = c.positions + w.head * c.capacity;
-  const auto capacity = static_cast<std::int32_t>(min(c.capacity, std::int64_t{1} << 30));
   const std::int32_t vectors = (w.extent.emit + 7) / 8;
   std::int32_t at = 0;
   std::uint32_t ties = cut.ties;
@@ -264,7 +263,6 @@ __device__ __forceinline__ std::int64_t write_positions(const Work& w, bool by_g
         min((before >> 16) + static_cast<std::uint32_t>(__popc(equal)), ties) - ties_before;
     std::int32_t slot = at + static_cast<std::int32_t>((before & 0xffffu) + ties_before);
     std::uint32_t kept = above | first_bits(equal, static_cast<std::int32_t>(ties_own));
-    kept = first_bits(kept, capacity - slot);
     if (v < vectors) w.kept[v] = static_cast<std::uint8_t>(kept);
     for (; kept != 0; kept &= kept - 1) {
       const std::int32_t i = v * 8 + __ffs(static_cast<int>(kept)) - 1;
@@ -326,15 +324,14 @@ __global__ void __launch_bounds__(kThreads, 1536 / kThreads)
   const bool by_grades =
       call.has_grades && (!call.is_top_p || shared->extent.keep < work.extent.emit);
   if (by_grades) find_cut(work);
-  const std::int64_t wanted = write_positions(work, by_grades);
-  const auto count = static_cast<std::int32_t>(min(wanted, call.capacity));
+  const std::int32_t count = write_positions(work, by_grades);
   add_pages(call.positions + head * call.capacity, count, &shared->pages);
   sum_alpha(work);
   __syncthreads();
   if (thread_id() != 0) return;
   HeadSelection result;
   result.count = count;
-  result.cut = shared->cut.cut != 0 || wanted > count ? 1 : 0;
+  result.cut = shared->cut.cut != 0 ? 1 : 0;
   result.pages = static_cast<std::int32_t>(shared->pages);
   call.heads[head] = result;
 }

@@ -2,7 +2,6 @@
 // Shared memory holds 15 bits of every entry's grade, two entries to a word, so that the cut is
 // found without the rows: count those above a middle, halve the range, and so on. The grades of
 // entries with the same 15 bits as the cut, mostly a few, are then told apart by their other bits.
-#include <algorithm>
 #include <cmath>
 
 #include "kernels/runtime/error.h"
@@ -60,7 +59,7 @@ __device__ int warp_of() { return thread_id() / kWarp; }
 
 // Eight logits of query head `g`; -Inf beyond the last.
 __device__ __forceinline__ uint4 load_vector(const Work& w, int g, std::int32_t v) {
-  return load8(w.c, w.c.row(w.head, g), w.extent.total, v * 8);
+  return load8_below(w.c.row(w.head, g), w.extent.total, v * 8);
 }
 
 // Adds eight entries from i on.
@@ -369,12 +368,11 @@ __device__ __forceinline__ void find_kept(const Work& w, const GradeCut& cut, bo
   above |= allowed & forced8(w.extent, v * 8);
 }
 
-// Writes the kept entries up to the capacity; returns the number of wanted ones.
-__device__ __forceinline__ std::int64_t write_entries(const Work& w, bool by_grades) {
+// Writes the kept entries; returns their number.
+__device__ __forceinline__ std::int32_t write_entries(const Work& w, bool by_grades) {
   const SelectCall& c = w.c;
   const GradeCut cut = w.shared->cut;
   std::int32_t* const to = c.positions + w.head * c.capacity;
-  const auto capacity = static_cast<std::int32_t>(min(c.capacity, std::int64_t{1} << 30));
   const std::int32_t vectors = emitted_vectors(w);
   std::int32_t at = 0;
   std::uint32_t ties = cut.ties;
@@ -391,7 +389,6 @@ __device__ __forceinline__ std::int64_t write_entries(const Work& w, bool by_gra
         min((before >> 16) + static_cast<std::uint32_t>(__popc(equal)), ties) - ties_before;
     std::int32_t slot = at + static_cast<std::int32_t>((before & 0xffffu) + ties_before);
     std::uint32_t kept = above | first_bits(equal, static_cast<std::int32_t>(ties_own));
-    kept = first_bits(kept, capacity - slot);
     for (; kept != 0; kept &= kept - 1) to[slot++] = v * 8 + __ffs(static_cast<int>(kept)) - 1;
     const std::uint32_t ties_used = min(total >> 16, ties);
     ties -= ties_used;
@@ -478,8 +475,7 @@ __global__ void __launch_bounds__(kThreads, 1024 / kThreads)
   const bool by_grades =
       call.has_grades && (!call.is_top_p || shared->extent.keep < work.extent.emit);
   if (by_grades) find_cut(work);
-  const std::int64_t wanted = write_entries(work, by_grades);
-  const auto count = static_cast<std::int32_t>(min(wanted, call.capacity));
+  const std::int32_t count = write_entries(work, by_grades);
   std::int32_t* const positions = call.positions + head * call.capacity;
   sum_alphas(work, positions, count);
   if (work.list != nullptr) look_up(work.list, positions, count);
@@ -488,7 +484,7 @@ __global__ void __launch_bounds__(kThreads, 1024 / kThreads)
   if (thread_id() != 0) return;
   HeadSelection result;
   result.count = count;
-  result.cut = shared->cut.cut != 0 || wanted > count ? 1 : 0;
+  result.cut = shared->cut.cut != 0 ? 1 : 0;
   result.pages = static_cast<std::int32_t>(shared->pages);
   call.heads[head] = result;
 }

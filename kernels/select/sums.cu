@@ -59,12 +59,8 @@ struct Strips {
   __device__ Strips(const LargeCall& call, std::int32_t unit, const Extent& extent)
       : first(unit * call.unit_strips),
         last(min(first + call.unit_strips, (extent.total + kStrip - 1) / kStrip)),
-        first_plain(last),
-        last_plain(last) {
-    if (!call.call.is_aligned) return;
-    first_plain = min(max(first, (extent.low + kStrip - 1) / kStrip), last);
-    last_plain = max(first_plain, min(last, extent.high / kStrip));
-  }
+        first_plain(min(max(first, (extent.low + kStrip - 1) / kStrip), last)),
+        last_plain(max(first_plain, min(last, extent.high / kStrip))) {}
 };
 
 // The destinations of a warp's sector maxima and their counts.
@@ -106,7 +102,7 @@ __device__ __noinline__ Seen add_special(const LargeCall& call, std::int32_t row
     uint4 v[kVectors];
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
-      v[j] = load8(c, logits, extent.total, entry_of(strip, j));
+      v[j] = load8_below(logits, extent.total, entry_of(strip, j));
     }
     seen.add(v);
     take_kept(extent, strip, v, seen.sums);

@@ -27,12 +27,9 @@ struct Row {
 };
 
 // Eight logits; -Inf for entries that are always kept.
-__device__ __forceinline__ uint4 load_selectable8(const SelectCall& c, const Row& row,
-                                                  std::int32_t i) {
-  if (c.is_aligned && i >= row.extent.low && i + 8 <= row.extent.high) {
-    return *reinterpret_cast<const uint4*>(row.logits + i);
-  }
-  return masked(load8(c, row.logits, row.extent.total, i), ~forced8(row.extent, i));
+__device__ __forceinline__ uint4 load_selectable8(const Row& row, std::int32_t i) {
+  if (i >= row.extent.low && i + 8 <= row.extent.high) return load8(row.logits, i);
+  return masked(load8_below(row.logits, row.extent.total, i), ~forced8(row.extent, i));
 }
 
 // Called by one warp: counts its strips of the unit.
@@ -64,7 +61,7 @@ __device__ void add_strips(const LargeCall& call, const Row& row, std::int32_t n
       v[j] = all_minus_infinity();
       if (slot < count) {
         const std::int32_t i = first * kStrip + queue[slot] * kSector + lane % 2 * 8;
-        v[j] = load_selectable8(call.call, row, i);
+        v[j] = load_selectable8(row, i);
       }
     }
 #pragma unroll

@@ -17,7 +17,7 @@ constexpr std::int64_t kProbes = kNewestProbes + kRandomProbes;
 static_assert(kProbes <= ChooseTokensParams::kMostProbes);
 // Tokens of a block, in which every token attends to all before it. Blocks begin at multiples of
 // this, so that the result does not depend on the chunk size.
-constexpr std::int64_t kBlock = 512;
+constexpr std::int64_t kBlock = ChooseTokensParams::kBlock;
 constexpr std::uint64_t kSeed = 20241011;
 
 }  // namespace
@@ -174,8 +174,6 @@ void ImportantTokens::choose(const SparsePrefill& how, const KvPool& pool) {
   params.end = local_.end();
   params.probes = probes;
   params.tau = how.tau;
-  params.newest = kNewestProbes;
-  params.block = kBlock;
   params.listed = reinterpret_cast<std::uint8_t*>(listed_.data());
   params.positions = reinterpret_cast<std::int32_t*>(positions_.data());
   params.seen = reinterpret_cast<std::int32_t*>(seen_.data());
