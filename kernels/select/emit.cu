@@ -1,6 +1,6 @@
 // Writes the kept positions in order. A block takes a span of a KV head's entries, reads again the
 // sectors that may be kept, and gets its offset in the output from the spans before it.
-#include "kernels/select/large.cuh"
+#include "kernels/select/chain.cuh"
 #include "kernels/select/sectors.cuh"
 
 namespace sluice::cuda {
@@ -59,7 +59,7 @@ struct Span {
   }
 };
 
-__device__ Span span_of(const LargeCall& call, EmitShared* shared) {
+__device__ Span span_of(const ChainCall& call, EmitShared* shared) {
   const auto block = static_cast<std::int32_t>(blockIdx.x);
   Span span;
   span.head = block / call.spans;
@@ -155,7 +155,7 @@ __device__ __forceinline__ void clear_bits(const Span& span, EmitShared* shared)
 }
 
 // Called by one warp with cleared bits: marks the entries of its strips that some query head keeps.
-__device__ __forceinline__ void find_reached(const LargeCall& call, const Span& span,
+__device__ __forceinline__ void find_reached(const ChainCall& call, const Span& span,
                                              EmitShared* shared) {
   const SelectCall& c = call.call;
   const auto lane = static_cast<std::int32_t>(threadIdx.x) % kWarp;
@@ -168,7 +168,7 @@ __device__ __forceinline__ void find_reached(const LargeCall& call, const Span& 
     std::uint32_t reaches = 0;
 #pragma unroll 4
     for (int g = 0; g < c.group; ++g) {
-      const std::uint32_t word = maxima[g * LargeCall::kPageWords];
+      const std::uint32_t word = maxima[g * ChainCall::kPageWords];
       reaches |= __hge2_mask(as_half2(word), twice(shared->rows[g].threshold));
     }
     // Strips with always kept entries are read whole, because maxima leave these out.
@@ -197,7 +197,7 @@ __device__ __forceinline__ void find_reached(const LargeCall& call, const Span& 
   if (adds) put_sums(c, 0, sums, shared);
 }
 
-__device__ void write_alphas(const LargeCall& call, const Span& span, const EmitShared* shared) {
+__device__ void write_alphas(const ChainCall& call, const Span& span, const EmitShared* shared) {
   const auto g = static_cast<std::int32_t>(threadIdx.x);
   const int group = call.call.group;
   if (g >= group) return;
@@ -234,7 +234,7 @@ __device__ void write_positions(const Span& span, std::int32_t* to, std::int32_t
 }
 
 // Called by the last block of a head.
-__device__ void finish_head(const LargeCall& call, const Span& span, const GradeCut& cut,
+__device__ void finish_head(const ChainCall& call, const Span& span, const GradeCut& cut,
                             EmitShared* shared) {
   const SelectCall& c = call.call;
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
@@ -305,7 +305,7 @@ __device__ Counts exchange(std::uint64_t* states, std::int32_t span, const Count
 // Writes the span's kept entries. `equal_bits`, laid out as kept_bits, are the entries equal to the
 // cut; read only by grades.
 template <bool kByGrades>
-__device__ __forceinline__ void emit_span(const LargeCall& call, const Span& span,
+__device__ __forceinline__ void emit_span(const ChainCall& call, const Span& span,
                                           const GradeCut& cut, const std::uint32_t* equal_bits,
                                           Staged* staged, EmitShared* shared) {
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
@@ -391,7 +391,7 @@ struct Shared {
 };
 
 // Compares the eight entries from i on with the cut: bits of those above and of those equal.
-__device__ void compare_grades(const LargeCall& call, const Span& span, const GradeCut& cut,
+__device__ void compare_grades(const ChainCall& call, const Span& span, const GradeCut& cut,
                                std::int32_t i, const RowInfo* rows, std::uint32_t& above,
                                std::uint32_t& equal) {
   const SelectCall& c = call.call;
@@ -414,7 +414,7 @@ __device__ void compare_grades(const LargeCall& call, const Span& span, const Gr
   above |= allowed8(span.extent, i) & forced8(span.extent, i);
 }
 
-__device__ void find_heaviest(const LargeCall& call, const Span& span, const GradeCut& cut,
+__device__ void find_heaviest(const ChainCall& call, const Span& span, const GradeCut& cut,
                               Shared* shared) {
   EmitShared* const common = &shared->common;
   const std::int32_t last = span.first + call.span_entries();
@@ -429,7 +429,7 @@ __device__ void find_heaviest(const LargeCall& call, const Span& span, const Gra
 }
 
 template <bool kByGrades>
-__global__ void __launch_bounds__(kThreads, 4) emit(const __grid_constant__ LargeCall call) {
+__global__ void __launch_bounds__(kThreads, 4) emit(const __grid_constant__ ChainCall call) {
   __shared__ Shared memory;
   EmitShared* const shared = &memory.common;
   if (threadIdx.x == 0) shared->pages = 0;
@@ -454,7 +454,7 @@ __global__ void __launch_bounds__(kThreads, 4) emit(const __grid_constant__ Larg
 
 }  // namespace
 
-void run_emit(const LargeCall& call, const Launch& launch) {
+void run_emit(const ChainCall& call, const Launch& launch) {
   const std::int64_t blocks = std::int64_t{call.call.head_count} * call.spans;
   launch_early("emit", call.call.has_grades ? emit<true> : emit<false>,
                dim3(static_cast<unsigned>(blocks)), kThreads, 0, launch, call);

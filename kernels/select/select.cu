@@ -3,7 +3,7 @@
 #include <limits>
 #include <string>
 
-#include "kernels/select/large.cuh"
+#include "kernels/select/chain.cuh"
 #include "kernels/select/select.h"
 #include "lib/check.h"
 #include "sluice/errors.h"
@@ -161,8 +161,8 @@ std::int32_t shortlist_capacity_of(const SelectCall& c) {
 }
 
 // Divides the rows among blocks, by sizes alone.
-LargeCall large_call(const SelectCall& c, const DeviceLimits& device) {
-  LargeCall l;
+ChainCall chain_call(const SelectCall& c, const DeviceLimits& device) {
+  ChainCall l;
   l.call = c;
   const std::int64_t rows = static_cast<std::int64_t>(c.head_count) * c.group;
   // About one round of four blocks per multiprocessor.
@@ -197,7 +197,7 @@ LargeCall large_call(const SelectCall& c, const DeviceLimits& device) {
 }
 
 // Lays the call's arrays out in scratch; returns the bytes they take.
-std::size_t place(LargeCall& l, std::byte* scratch) {
+std::size_t place(ChainCall& l, std::byte* scratch) {
   const std::int64_t heads = l.call.head_count;
   const std::int64_t rows = heads * l.call.group;
   const std::int64_t spans = heads * l.spans;
@@ -225,7 +225,7 @@ std::size_t place(LargeCall& l, std::byte* scratch) {
     l.pages = l.call.digest.pages;
   } else {
     l.pages = std::int64_t{l.strips} * kStripPages;
-    l.maxima = carver.take<std::uint32_t>(rows * l.pages * LargeCall::kPageWords);
+    l.maxima = carver.take<std::uint32_t>(rows * l.pages * ChainCall::kPageWords);
   }
   l.unit_heads = carver.take<UnitHead>(rows * l.units);
   const bool has_bounds = l.bins > 0 || l.shortlist_capacity > 0;
@@ -245,7 +245,7 @@ std::size_t place(LargeCall& l, std::byte* scratch) {
 // The scratch for selecting for this many heads at once.
 std::size_t scratch_of(const SelectCall& c, std::int32_t heads, const DeviceLimits& device) {
   const auto bytes_of = [&](std::int32_t count) {
-    LargeCall l = large_call(part_of(c, 0, count), device);
+    ChainCall l = chain_call(part_of(c, 0, count), device);
     return place(l, nullptr);
   };
   // The last part may have fewer heads, and then more blocks share a row.
@@ -263,11 +263,11 @@ std::int32_t heads_at_once(const SelectCall& c, const Launch& launch) {
   return heads;
 }
 
-void select_large(const SelectCall& c, const Launch& launch) {
+void run_chain(const SelectCall& c, const Launch& launch) {
   const std::int32_t step = heads_at_once(c, launch);
   for (std::int32_t first = 0; first < c.head_count; first += step) {
-    LargeCall l =
-        large_call(part_of(c, first, std::min(step, c.head_count - first)), *launch.device);
+    ChainCall l =
+        chain_call(part_of(c, first, std::min(step, c.head_count - first)), *launch.device);
     check(l.units <= kMostUnits, "a row too long for select()");
     l.tickets = launch.counters;
     const std::size_t needed = place(l, launch.scratch);
@@ -300,7 +300,7 @@ void select(const SelectParams& params, const Launch& launch) {
   }
   if (fits_digest(c, *launch.device)) return run_digest(c, launch);
   if (fits_cluster(c, *launch.device)) return run_cluster(c, launch);
-  select_large(c, launch);
+  run_chain(c, launch);
 }
 
 bool leaves_page_weights(const SelectParams& params, const DeviceLimits& device) {

@@ -3,7 +3,7 @@
 // bisection, because counting the entries that reach a number is fast in registers.
 #include <cmath>
 
-#include "kernels/select/large.cuh"
+#include "kernels/select/chain.cuh"
 #include "kernels/select/strip.cuh"
 
 namespace sluice::cuda {
