@@ -88,15 +88,11 @@ void gather_rows(benchmark::State& state) {
   const std::int64_t slots = span / kHeads / row_bytes / kPageTokens;
   std::mt19937_64 random(7);
   std::vector<std::int32_t> positions;
-  for (int head = 0; head < kHeads; ++head) {
-    std::vector<std::int32_t> own;
-    for (std::int64_t i = 0; i < rows; ++i) {
-      own.push_back(
-          static_cast<std::int32_t>(random() % static_cast<std::uint64_t>(slots * kPageTokens)));
-    }
-    if (state.range(4) != 0) std::sort(own.begin(), own.end());
-    positions.insert(positions.end(), own.begin(), own.end());
+  for (std::int64_t i = 0; i < rows; ++i) {
+    positions.push_back(
+        static_cast<std::int32_t>(random() % static_cast<std::uint64_t>(slots * kPageTokens)));
   }
+  if (state.range(4) != 0) std::sort(positions.begin(), positions.end());
   std::vector<PageSlots> pages;
   for (std::int64_t slot = 0; slot < slots; ++slot) {
     pages.push_back({PageSlots::kNone, static_cast<std::int32_t>(slot)});
@@ -105,7 +101,6 @@ void gather_rows(benchmark::State& state) {
   const DeviceBlock device_positions = device_copy(positions);
   const DeviceBlock device_pages = device_copy(pages);
   const DeviceBlock to = make_device_block(static_cast<std::size_t>(kHeads * rows * row_bytes));
-  const std::vector<std::int64_t> counts(kHeads, rows);
   GatherParams p;
   p.shape = {1, kHeads, kHeads, static_cast<int>(row_bytes / 4), DType::bf16};
   p.rows.host = host_rows().data();
@@ -113,8 +108,7 @@ void gather_rows(benchmark::State& state) {
   p.rows.pages = static_cast<const PageSlots*>(device_pages.get());
   p.rows.table_stride = slots;
   p.positions = static_cast<const std::int32_t*>(device_positions.get());
-  p.capacity = rows;
-  p.counts = counts;
+  p.count = rows;
   p.to = static_cast<std::byte*>(to.get());
   p.to_rows = rows;
   const auto blocks = static_cast<int>(state.range(3));

@@ -236,8 +236,7 @@ struct CudaQueue::Execute {
   void operator()(const BuildValuesParams* p) const { build_values(*p, launch()); }
   void operator()(const BuildValuesBatchParams* p) const { build_values_batch(*p, launch()); }
   void operator()(const AttendTilesParams* p) const { queue.execute(*p); }
-  // It may wait for the host, whose partial it merges.
-  void operator()(const MergePartialsParams* p) const { merge_joined_partials(*p, launch()); }
+  void operator()(const MergePartialsParams* p) const { merge_partials(*p, launch()); }
 };
 
 void CudaQueue::submit(const Operation& operation) { std::visit(Execute{*this}, operation); }

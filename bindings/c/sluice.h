@@ -11,8 +11,7 @@
 // - A call that fills a caller's buffer sets `count` (or `bytes`, without the final NUL) to what
 //   there is. If that does not fit it writes nothing else and returns SLUICE_TOO_SMALL, so a call
 //   with capacity 0 asks for the size.
-// - Values from a list, such as sluice_dtype, are int32_t, so that their size is the same
-// everywhere.
+// - Values from a list, such as sluice_dtype, are int32_t: their size is the same everywhere.
 // - Texts are UTF-8. Those that go in as `const char*` with `bytes` need no NUL.
 // - Any thread may call anything, but a session, sequence, step or stream is for one thread at a
 //   time: another one's call is refused with SLUICE_USAGE while a call runs.

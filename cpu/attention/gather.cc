@@ -10,13 +10,11 @@ namespace sluice::cpu {
 void gather(const GatherParams& p, Threads& threads) {
   const std::size_t row_bytes = p.shape.row_bytes();
   threads.for_each(p.shape.kv_heads, [&](std::int64_t head) {
-    const std::int64_t count = p.counts[static_cast<std::size_t>(head)];
     std::byte* to = p.to + static_cast<std::size_t>(head * p.to_rows) * row_bytes;
-    const std::int32_t* const positions = p.positions + head * p.capacity + p.first;
     for_rows(
-        static_cast<std::size_t>(count), row_bytes,
+        static_cast<std::size_t>(p.count), row_bytes,
         [&](std::size_t i) {
-          return p.rows.row(p.sequence, head, positions[i], static_cast<std::int64_t>(row_bytes));
+          return p.rows.row(p.sequence, head, p.positions[i], static_cast<std::int64_t>(row_bytes));
         },
         [&](std::size_t i, const std::byte* row) {
           std::memcpy(to + i * row_bytes, row, row_bytes);

@@ -317,10 +317,9 @@ void attend_selected(const AttendSelectedParams& p, ReferenceReads& reads) {
 void gather(const GatherParams& p, ReferenceReads& reads) {
   const std::size_t bytes = p.shape.row_bytes();
   for (int head = 0; head < p.shape.kv_heads; ++head) {
-    const std::int32_t* const positions = p.positions + head * p.capacity + p.first;
-    for (std::int64_t i = 0; i < p.counts[static_cast<std::size_t>(head)]; ++i) {
+    for (std::int64_t i = 0; i < p.count; ++i) {
       const std::byte* const row =
-          p.rows.row(p.sequence, head, positions[i], static_cast<std::int64_t>(bytes));
+          p.rows.row(p.sequence, head, p.positions[i], static_cast<std::int64_t>(bytes));
       reads.on_read(row, bytes);
       std::memcpy(p.to + static_cast<std::size_t>(head * p.to_rows + i) * bytes, row, bytes);
     }

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cpu/reference/ops.h"
+#include "lib/check.h"
 #include "sluice/half.h"
 
 namespace sluice::cpu::reference {
@@ -167,15 +168,11 @@ void select_head(const SelectParams& p, std::int64_t token, int kv_head) {
     result.bad = 1;
     return;
   }
-  std::vector<bool> kept = choose(p, problem, result.cut);
+  const std::vector<bool> kept = choose(p, problem, result.cut);
   std::set<std::int64_t> pages;
   for (std::size_t i = 0; i < kept.size(); ++i) {
     if (!kept[i]) continue;
-    if (result.count == p.selected.capacity) {
-      result.cut = 1;
-      kept[i] = false;
-      continue;
-    }
+    check(result.count < p.selected.capacity, "more selected positions than there is room for");
     const std::int64_t at = problem.positions[i];
     p.selected.positions[problem.kv_head * p.selected.capacity + result.count++] =
         static_cast<std::int32_t>(at);
@@ -245,9 +242,10 @@ void choose_tokens(const ChooseTokensParams& p) {
   std::vector<bool> important(tokens);
   const std::vector<std::size_t> order = by_weight(means, tokens);
   for (std::size_t i = 0; i < count; ++i) important[order[i]] = true;
-  const auto newest = std::min(p.end - p.first, p.newest);
+  const auto newest = std::min(p.end - p.first, ChooseTokensParams::kNewest);
   std::fill(important.end() - newest, important.end(), true);
 
+  constexpr std::int64_t kBlock = ChooseTokensParams::kBlock;
   std::vector<std::int32_t> before;  // [end]: positions listed before it
   std::int32_t* position = p.positions;
   for (std::int64_t t = 0; t < p.end; ++t) {
@@ -256,7 +254,7 @@ void choose_tokens(const ChooseTokensParams& p) {
     p.listed[t] = is_listed ? 1 : 0;
     if (is_listed) *position++ = static_cast<std::int32_t>(t);
     if (t < p.first) continue;
-    const std::int64_t block = std::max(p.first, t / p.block * p.block);
+    const std::int64_t block = std::max(p.first, t / kBlock * kBlock);
     p.seen[t - p.first] = before[static_cast<std::size_t>(block)];
   }
 }

@@ -44,7 +44,8 @@ void mark_important(const ChooseTokensParams& p, std::span<const float> sums) {
     const bool is_kept = means[t] > cut.weight || (means[t] == cut.weight && cut.ties-- > 0);
     important[t] = is_kept ? 1 : 0;
   }
-  std::fill(p.listed + std::max(p.first, p.end - p.newest), p.listed + p.end, std::uint8_t{1});
+  std::fill(p.listed + std::max(p.first, p.end - ChooseTokensParams::kNewest), p.listed + p.end,
+            std::uint8_t{1});
 }
 
 // Lists the marked tokens.
@@ -52,7 +53,7 @@ void list(const ChooseTokensParams& p) {
   std::int32_t count = 0;
   std::int32_t before = 0;  // tokens listed before the block
   for (std::int64_t t = 0; t < p.end; ++t) {
-    if (t == p.first || t % p.block == 0) before = count;
+    if (t == p.first || t % ChooseTokensParams::kBlock == 0) before = count;
     if (t >= p.first) p.seen[t - p.first] = before;
     if (p.listed[t] != 0) p.positions[count++] = static_cast<std::int32_t>(t);
   }

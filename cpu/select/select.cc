@@ -58,7 +58,7 @@ class HeadChoice {
       const auto wanted = std::count(kept_.begin(), kept_.end(), std::uint8_t{1});
       if (wanted > cap) {
         for (std::size_t i = 0; i < kept_.size(); ++i) kept_[i] = kept_[i] != 0 || is_forced(i);
-        keep_heaviest(std::max(cap, std::min(forced_, p_.selected.capacity)));
+        keep_heaviest(std::max(cap, forced_));
         result.cut = 1;
       }
     }
@@ -154,10 +154,7 @@ class HeadChoice {
     std::vector<double> alpha(static_cast<std::size_t>(p_.shape.group()), has_logits ? 0.0 : 1.0);
     for (std::size_t i = 0; i < kept_.size(); ++i) {
       if (kept_[i] == 0) continue;
-      if (result.count == p_.selected.capacity) {
-        result.cut = 1;
-        break;
-      }
+      check(result.count < p_.selected.capacity, "more selected positions than there is room for");
       const std::int64_t at = position(i);
       if (result.count == 0 || to[result.count - 1] / kPageTokens != at / kPageTokens) {
         ++result.pages;

@@ -10,6 +10,7 @@
 
 #include "cpu/runtime/page_digest.h"
 #include "cpu/runtime/softmax.h"
+#include "lib/check.h"
 
 namespace sluice::cpu {
 namespace {
@@ -225,11 +226,8 @@ class DigestedHead {
 
   void emit(std::span<const std::int32_t> positions) const {
     HeadSelection& result = p_.selected.heads[head_];
-    const auto capacity = static_cast<std::size_t>(p_.selected.capacity);
-    if (positions.size() > capacity) {
-      result.cut = 1;
-      positions = positions.first(capacity);
-    }
+    check(std::ssize(positions) <= p_.selected.capacity,
+          "more selected positions than there is room for");
     std::int32_t* const to = p_.selected.positions + head_ * p_.selected.capacity;
     std::copy(positions.begin(), positions.end(), to);
     result.count = static_cast<std::int32_t>(positions.size());

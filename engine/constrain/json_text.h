@@ -36,7 +36,6 @@ class JsonText {
   NodeId boolean() const { return boolean_; }
   NodeId null() const { return null_; }
   NodeId any_object() const { return any_object_; }
-  NodeId any_array() const { return any_array_; }
   NodeId any_value() const { return any_value_; }
   // This value alone.
   NodeId constant(const nlohmann::ordered_json& value);

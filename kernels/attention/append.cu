@@ -1,5 +1,3 @@
-#include <vector>
-
 #include "kernels/attention/attention.h"
 #include "kernels/runtime/early_launch.cuh"
 #include "kernels/runtime/heads.h"
@@ -60,7 +58,7 @@ __device__ __forceinline__ void for_codes(const Coder& coder, const float* from,
 template <typename T>
 __global__ void append_kernel(const float* k, const float* v, std::int64_t stride, int head_dim,
                               std::int64_t row_bytes, const __grid_constant__ HeadRows rows,
-                              const __grid_constant__ HeadRows host, bool has_host) {
+                              const __grid_constant__ HeadRows host) {
   take_turn();
   const std::int64_t token = blockIdx.x;
   const auto head = static_cast<int>(blockIdx.y);
@@ -68,6 +66,7 @@ __global__ void append_kernel(const float* k, const float* v, std::int64_t strid
   const auto row_of = [&](const HeadRows& of) {
     return reinterpret_cast<T*>(const_cast<std::byte*>(of[head]) + token * row_bytes);
   };
+  const bool has_host = host.base != nullptr;
   T* const to = row_of(rows);
   T* const also = has_host ? row_of(host) : to;
   if constexpr (kIsCoded<T>) {
@@ -188,18 +187,16 @@ constexpr int kSumRows = 8;
 constexpr int kSumColumns = 128;
 
 template <typename T>
-__global__ void sum_values_kernel(const __grid_constant__ HeadRows rows,
-                                  const __grid_constant__ HeadCounts counts, int head_dim,
+__global__ void sum_values_kernel(const __grid_constant__ HeadRows rows, int head_dim,
                                   std::int64_t row_bytes, float* sums, bool subtract) {
   __shared__ float parts[kSumRows][kSumColumns];
   take_turn();
   const auto head = static_cast<int>(blockIdx.x);
-  const std::int64_t count = counts[head];
   const auto column = static_cast<int>(threadIdx.x);
   const int channel = static_cast<int>(blockIdx.y) * kSumColumns + column;
   float sum = 0.0f;
   if (channel < head_dim) {
-    for (std::int64_t row = threadIdx.y; row < count; row += kSumRows) {
+    for (std::int64_t row = threadIdx.y; row < rows.count; row += kSumRows) {
       const std::byte* const value =
           rows[head] + row * row_bytes + head_dim * static_cast<int>(sizeof(T));
       sum += element_of<T>(value, channel);
@@ -215,15 +212,11 @@ __global__ void sum_values_kernel(const __grid_constant__ HeadRows rows,
 }  // namespace
 
 void append(const AppendParams& p, const Launch& launch) {
-  const auto rows_of = [](std::span<std::byte* const> heads) {
-    return head_rows(std::vector<const std::byte*>(heads.begin(), heads.end()));
-  };
-  const bool has_host = !p.host.empty();
   const dim3 grid(static_cast<unsigned>(p.tokens), static_cast<unsigned>(p.shape.kv_heads));
   dispatch_rows(p.shape.rows, [&](auto element) {
     launch_early("append", append_kernel<decltype(element)>, grid, kAppendThreads, 0, launch, p.k,
                  p.v, p.stride, p.shape.head_dim, static_cast<std::int64_t>(p.shape.row_bytes()),
-                 rows_of(p.rows), has_host ? rows_of(p.host) : HeadRows{}, has_host);
+                 head_rows(p.rows), head_rows(p.host));
   });
 }
 
@@ -240,9 +233,8 @@ void sum_values(const SumValuesParams& p, const Launch& launch) {
   const dim3 grid(static_cast<unsigned>(p.shape.kv_heads), columns);
   dispatch_rows(p.shape.rows, [&](auto element) {
     launch_early("sum_values", sum_values_kernel<decltype(element)>, grid,
-                 dim3(kSumColumns, kSumRows), 0, launch, head_rows(p.rows), head_counts(p.rows),
-                 p.shape.head_dim, static_cast<std::int64_t>(p.shape.row_bytes()), p.sums,
-                 p.subtract);
+                 dim3(kSumColumns, kSumRows), 0, launch, head_rows(p.rows), p.shape.head_dim,
+                 static_cast<std::int64_t>(p.shape.row_bytes()), p.sums, p.subtract);
   });
 }
 

@@ -329,9 +329,7 @@ void page_means(const PageMeansParams& params, const Launch& launch) {
   if (pages.batch.tokens != nullptr) {
     return launch_means(params, PagesOfBatch{pages.batch.tokens, pages.paged}, launch);
   }
-  HeadRows rows;
-  rows.base = pages.run_rows;
-  rows.stride = pages.head_stride;
+  const HeadRows rows = {pages.run_rows, pages.head_stride};
   launch_means(params, PageRun{rows, pages.run_sequence, pages.first}, launch);
 }
 

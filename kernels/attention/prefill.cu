@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <cmath>
 #include <limits>
 #include <vector>
 
@@ -46,11 +45,6 @@ __global__ void __launch_bounds__(kMergeWarps* kWarp)
   if (lane == 0) args.lse[row] = weights.lse;
 }
 
-std::int64_t largest_count(const PrefillArgs& args) {
-  if (!args.counts.is_listed) return args.counts.uniform;
-  return *std::max_element(args.counts.listed, args.counts.listed + args.kv_heads);
-}
-
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
 // The fewest splits that fill the waves of thread blocks about as well as any number does: the idea
@@ -75,7 +69,6 @@ PrefillArgs args_of(const AttendParams& p) {
   args.out = p.out;
   args.lse = p.lse;
   args.rows = head_rows(p.rows);
-  args.counts = head_counts(p.rows);
   args.q_stride = p.q_stride;
   args.seen = p.seen;
   args.listed = p.listed;
@@ -86,9 +79,7 @@ PrefillArgs args_of(const AttendParams& p) {
   args.tokens = static_cast<int>(p.tokens);
   args.kv_heads = p.shape.kv_heads;
   args.group = p.shape.group();
-  // Never zero: hidden logits are -inf and must stay so.
-  args.scale = std::max(std::abs(p.scale) * kLog2E, std::numeric_limits<float>::min());
-  args.q_sign = p.scale < 0 ? -1.0f : 1.0f;
+  args.scale = p.scale * kLog2E;
   args.q_aligned = reinterpret_cast<std::uintptr_t>(p.q) % 16 == 0 && p.q_stride % 4 == 0 &&
                    p.shape.head_dim % 4 == 0;
   args.merge = p.merge;
@@ -102,12 +93,13 @@ void check_params(const AttendParams& p) {
   check(p.rows.size() == static_cast<std::size_t>(p.shape.kv_heads),
         "attend_prefill: rows of every KV head");
   check(p.window == 0, "attend_prefill: a window");
+  check(p.scale > 0.0f, "attend_prefill: the scale");  // hidden logits are -inf and stay so
   check(p.tokens * p.shape.group() <= kMost, "attend_prefill: too many tokens");
   check(!p.listed.exist() || (p.seen == nullptr && p.first_row_position % kPageTokens == 0 &&
                               p.listed.blocks == PageLists::blocks_of(p.tokens)),
         "attend_prefill: lists of pages");
+  check(p.rows[0].count <= kMost, "attend_prefill: too many rows");
   for (const RowSpan& span : p.rows) {
-    check(span.count <= kMost, "attend_prefill: too many rows");
     check(reinterpret_cast<std::uintptr_t>(span.rows) % 16 == 0, "attend_prefill: unaligned rows");
   }
   check(reinterpret_cast<std::uintptr_t>(p.out) % 8 == 0, "attend_prefill: unaligned output");
@@ -119,7 +111,7 @@ void divide_prefill(PrefillArgs& args, const PrefillTile& shape, const Launch& l
   constexpr std::int64_t kSectionBytes = 16 << 20;  // of rows, to stay in the L2 cache
   constexpr std::int64_t kSplitBlocks = 4;          // that a split has at least
   constexpr std::int64_t kMostSplits = 64;
-  const std::int64_t rows = largest_count(args);
+  const std::int64_t rows = args.rows.count;
   const std::int64_t queries = static_cast<std::int64_t>(args.tokens) * args.kv_heads * args.group;
   args.tiles = static_cast<int>(args.listed.exist()
                                     ? args.listed.blocks *
@@ -167,8 +159,7 @@ constexpr int kWidenThreads = 256;
 
 // Writes rows [first, first + count) of a KV head as rows of bf16; a thread writes 8 elements.
 struct WidenArgs {
-  HeadRows from;  // [kv_heads][count, row_bytes]
-  HeadCounts counts;
+  HeadRows from;            // [kv_heads][count, row_bytes]
   std::byte* to = nullptr;  // [kv_heads, count, to_row_bytes]
   std::int64_t first = 0;
   std::int64_t count = 0;  // at most, of a KV head
@@ -184,7 +175,7 @@ __global__ void __launch_bounds__(kWidenThreads)
   const std::int64_t i = std::int64_t{blockIdx.x} * kWidenThreads + threadIdx.x;
   const std::int64_t row = i / (2 * of_part);
   const auto vector = static_cast<int>(i % (2 * of_part));
-  if (row >= a.count || a.first + row >= a.counts[head]) return;
+  if (row >= a.count || a.first + row >= a.from.count) return;
   const std::byte* const part =
       a.from[head] + (a.first + row) * a.row_bytes + (vector < of_part ? 0 : a.head_dim);
   auto* const to =
@@ -202,13 +193,11 @@ void attend_coded(const AttendParams& p, const Launch& launch) {
       part.shape.row_bytes() * static_cast<std::size_t>(p.shape.kv_heads);
   WidenArgs args;
   args.from = head_rows(p.rows);
-  args.counts = head_counts(p.rows);
   args.to = launch.scratch;
   args.row_bytes = static_cast<int>(p.shape.row_bytes());
   args.to_row_bytes = static_cast<int>(part.shape.row_bytes());
   args.head_dim = p.shape.head_dim;
-  std::int64_t rows = 0;
-  for (const RowSpan& span : p.rows) rows = std::max(rows, span.count);
+  const std::int64_t rows = args.from.count;
   const auto most = static_cast<std::int64_t>(launch.scratch_bytes / 4 * 3 / token_bytes) /
                     kPageTokens * kPageTokens;
   check(most > 0, "attend_prefill: too many KV heads for the scratch memory");
@@ -221,9 +210,7 @@ void attend_coded(const AttendParams& p, const Launch& launch) {
   part.rows = spans;
   do {
     for (std::size_t head = 0; head < spans.size(); ++head) {
-      const std::int64_t left = p.rows[head].count - args.first;
-      spans[head] = {args.to + head * used / spans.size(),
-                     std::clamp<std::int64_t>(left, 0, args.count)};
+      spans[head] = {args.to + head * used / spans.size(), std::min(rows - args.first, args.count)};
     }
     const std::int64_t threads = args.count * (p.shape.head_dim / 4);
     const dim3 grid(

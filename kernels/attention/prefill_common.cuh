@@ -26,7 +26,6 @@ struct PrefillArgs {
   float* split_out = nullptr;  // [splits, tokens, kv_heads, group, head_dim]
   float* split_lse = nullptr;  // [splits, tokens, kv_heads, group]
   HeadRows rows;               // [kv_heads][count, row_bytes]
-  HeadCounts counts;
   std::int64_t q_stride = 0;
   // Rows that token t sees, before they are clamped to [0, count]: this number, plus t or seen[t].
   std::int64_t first_visible = 0;
@@ -36,7 +35,6 @@ struct PrefillArgs {
   int kv_heads = 0;
   int group = 0;
   float scale = 0;        // of the logits in powers of two, positive
-  float q_sign = 1;       // the sign of the logits' scale
   bool q_aligned = true;  // every head of q starts at a multiple of 16 bytes
   bool merge = false;
   // The division of the work, see divide_prefill().
@@ -144,7 +142,7 @@ __device__ __forceinline__ Tile tile_of(const PrefillArgs& args, int item) {
   rest /= args.splits;
   tile.kv_head = first_head + rest % heads;
   const int number = args.tiles - 1 - rest / heads;
-  tile.count = static_cast<int>(args.counts[tile.kv_head]);
+  tile.count = static_cast<int>(args.rows.count);
   tile.first_visible = args.first_visible;
   if (args.listed.pages == nullptr) {
     tile.first_row = number * kRows;
@@ -187,9 +185,8 @@ __device__ __forceinline__ uint4 load_query(const PrefillArgs& args, const Tile&
 #pragma unroll
     for (int i = 0; i < 8; ++i) x[i] = q[i];
   }
-  const float sign = args.q_sign;
-  return {pack(T(), sign * x[0], sign * x[1]), pack(T(), sign * x[2], sign * x[3]),
-          pack(T(), sign * x[4], sign * x[5]), pack(T(), sign * x[6], sign * x[7])};
+  return {pack(T(), x[0], x[1]), pack(T(), x[2], x[3]), pack(T(), x[4], x[5]),
+          pack(T(), x[6], x[7])};
 }
 
 __device__ __forceinline__ float exp2_approximate(float x) {

@@ -1,10 +1,8 @@
-#include <algorithm>
 #include <cstdint>
 
 #include "kernels/runtime/copy.h"
 #include "kernels/runtime/early_launch.cuh"
 #include "kernels/runtime/error.h"
-#include "kernels/runtime/heads.h"
 #include "kernels/runtime/paged.cuh"
 
 namespace sluice::cuda {
@@ -67,24 +65,21 @@ void launch_pieces(Pieces& pieces, const Launch& launch) {
 struct GatherArgs {
   std::int64_t row_bytes = 0;  // a multiple of 16
   int kv_heads = 0;
-  std::int64_t longest = 0;  // of counts
   PagedRows rows;
   std::int32_t sequence = 0;
-  const std::int32_t* positions = nullptr;  // [kv_heads, capacity], from the first to copy on
-  std::int64_t capacity = 0;
+  const std::int32_t* positions = nullptr;  // [count]
+  std::int64_t count = 0;
   std::byte* to = nullptr;  // [kv_heads, to_rows, row_bytes]
   std::int64_t to_rows = 0;
-  HeadCounts counts;
 };
 
-// Rows of all heads are numbered as if each had the longest head's count.
 __global__ void __launch_bounds__(kGatherThreads)
     gather_kernel(const __grid_constant__ GatherArgs p) {
   wait_for_kernel_before();
   allow_next_kernel();
   const PageSlots* const table = page_table_of(p.rows, p.sequence);
   const std::int64_t chunks_of_row = p.row_bytes / static_cast<std::int64_t>(sizeof(uint4));
-  const std::int64_t chunks = p.longest * p.kv_heads * chunks_of_row;
+  const std::int64_t chunks = p.count * p.kv_heads * chunks_of_row;
   const std::int64_t stride = std::int64_t{kGatherThreads} * gridDim.x;
   const std::int64_t self = std::int64_t{kGatherThreads} * blockIdx.x + threadIdx.x;
   for (std::int64_t first = self; first < chunks; first += stride * kGatherAhead) {
@@ -97,10 +92,9 @@ __global__ void __launch_bounds__(kGatherThreads)
       if (chunk >= chunks) continue;
       const std::int64_t row = chunk / chunks_of_row;
       const std::int64_t column = chunk % chunks_of_row * static_cast<std::int64_t>(sizeof(uint4));
-      const int head = static_cast<int>(row / p.longest);
-      const std::int64_t number = row % p.longest;
-      if (number >= p.counts[head]) continue;
-      const std::int32_t position = p.positions[head * p.capacity + number];
+      const int head = static_cast<int>(row / p.count);
+      const std::int64_t number = row % p.count;
+      const std::int32_t position = p.positions[number];
       const PageSlots page = table[position / kPageTokens];
       const std::byte* const from = row_of(p.rows, page, head, position, p.row_bytes);
       data[i] = __ldcs(reinterpret_cast<const uint4*>(from + column));
@@ -185,18 +179,16 @@ void copy_pieces(std::span<const CopyOp> ops, const Launch& launch) {
 }
 
 void gather(const GatherParams& p, const Launch& launch, int blocks) {
+  if (p.count == 0) return;
   GatherArgs args;
-  args.longest = p.counts.empty() ? 0 : *std::max_element(p.counts.begin(), p.counts.end());
-  if (args.longest == 0) return;
   args.row_bytes = static_cast<std::int64_t>(p.shape.row_bytes());
   args.kv_heads = p.shape.kv_heads;
   args.rows = p.rows;
   args.sequence = p.sequence;
-  args.positions = p.positions + p.first;
-  args.capacity = p.capacity;
+  args.positions = p.positions;
+  args.count = p.count;
   args.to = p.to;
   args.to_rows = p.to_rows;
-  args.counts = head_counts(p.counts);
   launch_early("gather", gather_kernel, dim3(static_cast<unsigned>(blocks)), kGatherThreads, 0,
                launch, args);
 }

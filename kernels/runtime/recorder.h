@@ -37,7 +37,6 @@ class Recorder {
   // Launches `recording`; if it is null or was dropped, records it from the work that issue()
   // issues. Passes on exceptions of issue() and then launches nothing.
   void replay(std::unique_ptr<Recording>& recording, const std::function<void()>& issue);
-  bool is_recording() const { return is_recording_; }
   const ReplayCounts& counts() const { return counts_; }
 
  private:

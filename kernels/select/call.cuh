@@ -46,9 +46,8 @@ struct SelectCall {
   std::int32_t first_head = 0;  // of the range, among all heads
   std::int32_t head_count = 0;
   std::int32_t group = 0;
-  const __half* logits = nullptr;  // [heads, group, stride]
+  const __half* logits = nullptr;  // [heads, group, stride]; rows begin at multiples of 16 bytes
   std::int64_t stride = 0;
-  bool is_aligned = false;             // every row starts at a multiple of 16 bytes
   bool skip_newest = false;            // the newest rows have no logits
   PageDigest digest;                   // of all whole pages, or null pointers
   std::int32_t entries = 0;            // logits per row at most

@@ -20,13 +20,13 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kCountThreads = 1024;
 constexpr int kCountWarps = kCountThreads / kWarp;
+constexpr auto kNewest = static_cast<std::int32_t>(ChooseTokensParams::kNewest);
+constexpr auto kBlock = static_cast<std::int32_t>(ChooseTokensParams::kBlock);
 
 struct Call {
   const float* sums = nullptr;  // [end]
   std::int32_t first = 0;
   std::int32_t end = 0;
-  std::int32_t newest = 0;
-  std::int32_t block = 1;
   double tau = 1.0;
   std::uint8_t* listed = nullptr;     // [end]
   std::int32_t* positions = nullptr;  // [end]
@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(kThreads)
   const std::int32_t number = i - call.first;
   const std::int32_t token = order[number];
   const std::int32_t count = call.tau < 1.0 ? *call.count : call.prompt();
-  const bool is_newest = token >= call.prompt() - call.newest;
+  const bool is_newest = token >= call.prompt() - kNewest;
   call.listed[call.first + token] = number < count || is_newest ? 1 : 0;
 }
 
@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(kThreads) list(const __grid_constant__ Call ca
   if (position >= call.end) return;
   if (call.listed[position] != 0) call.positions[call.before[position]] = position;
   if (position < call.first) return;
-  const std::int32_t block = max(call.first, position / call.block * call.block);
+  const std::int32_t block = max(call.first, position / kBlock * kBlock);
   call.seen[position - call.first] = call.before[block];
 }
 
@@ -219,8 +219,6 @@ Call call_of(const ChooseTokensParams& p) {
   call.sums = p.sums;
   call.first = static_cast<std::int32_t>(p.first);
   call.end = static_cast<std::int32_t>(p.end);
-  call.newest = static_cast<std::int32_t>(std::min(p.newest, p.end - p.first));
-  call.block = static_cast<std::int32_t>(std::min(p.block, kMost));
   call.tau = p.tau;
   call.listed = p.listed;
   call.positions = p.positions;

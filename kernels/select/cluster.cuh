@@ -92,7 +92,6 @@ enum Exchange {
   kGrades,
   kTies,
   kEnds,
-  kLaterEnds,
   kSectors,  // of a digest, one per turn
   kListed = kSectors + kMostTurns,
   kExchanges = kListed + kMostTurns,
@@ -109,9 +108,9 @@ struct alignas(16) ClusterShared {
   std::uint64_t barriers[kExchanges];
   // Other blocks write here, each to its own element.
   uint2 counted[kMostBlocks];  // candidates, wanted entries
-  uint4 ends[2][kMostBlocks];  // BlockEnds
+  uint4 ends[kMostBlocks];     // BlockEnds
   std::uint32_t equals[kMostBlocks];
-  uint2 weighed[2][kMostBlocks][kMostWarps];  // the first block's: weights and pages of warps
+  uint2 weighed[kMostBlocks][kMostWarps];  // the first block's: weights and pages of warps
   // Other blocks read this.
   alignas(16) std::uint32_t digits[2 * kDigits];
   // Only this block's.
@@ -330,7 +329,6 @@ __device__ __forceinline__ void set_up_exchanges(const auto& w) {
   const std::uint32_t ends =
       blocks * sizeof(uint4) + (w.cluster.rank == 0 ? units * sizeof(uint2) : 0);
   w.expect(kEnds, ends);
-  w.expect(kLaterEnds, ends);
 }
 
 // Waits for the previous kernel and reads the head's extent and shares. Other blocks have begun

@@ -50,8 +50,7 @@ __device__ __forceinline__ std::int32_t position_of(const auto& w, std::int32_t 
 
 // Sends all blocks the number of this block's positions and their first and last page, and the
 // first block their weight and the number of pages that begin among them.
-__device__ __forceinline__ void share_kept(const auto& w, std::int32_t count, int turn) {
-  const int exchange = turn == 0 ? kEnds : kLaterEnds;
+__device__ __forceinline__ void share_kept(const auto& w, std::int32_t count) {
   const auto page_of = [&](std::int32_t i) { return position_of(w, i) / kPageTokens; };
   if (warp_id() == warps() - 1 && lane_id() < w.cluster.size) {
     uint4 ends = make_uint4(static_cast<std::uint32_t>(count), 0, 0, 0);
@@ -59,7 +58,7 @@ __device__ __forceinline__ void share_kept(const auto& w, std::int32_t count, in
       ends.y = static_cast<std::uint32_t>(page_of(0));
       ends.z = static_cast<std::uint32_t>(page_of(count - 1));
     }
-    w.cluster.send(&w.shared->ends[turn][w.cluster.rank], lane_id(), w.barrier(exchange), ends);
+    w.cluster.send(&w.shared->ends[w.cluster.rank], lane_id(), w.barrier(kEnds), ends);
   }
   if (w.row >= 0) {
     const RowInfo info = w.shared->rows[w.row];
@@ -73,11 +72,11 @@ __device__ __forceinline__ void share_kept(const auto& w, std::int32_t count, in
     sum = warp_sum(sum);
     pages = __reduce_add_sync(kAllLanes, pages);
     if (lane_id() == 0) {
-      w.cluster.send(&w.shared->weighed[turn][w.cluster.rank][warp_id()], 0, w.barrier(exchange),
+      w.cluster.send(&w.shared->weighed[w.cluster.rank][warp_id()], 0, w.barrier(kEnds),
                      make_uint2(__float_as_uint(sum), pages));
     }
   }
-  w.receive(exchange);
+  w.receive(kEnds);
 }
 
 // The numbers of positions before this block's, and in all blocks.
@@ -88,7 +87,7 @@ struct Slots {
 
 __device__ __forceinline__ Slots slots_of(const auto& w) {
   const auto count =
-      static_cast<std::uint32_t>(lane_id() < w.cluster.size ? w.shared->ends[0][lane_id()].x : 0);
+      static_cast<std::uint32_t>(lane_id() < w.cluster.size ? w.shared->ends[lane_id()].x : 0);
   Slots slots;
   slots.first = __reduce_add_sync(kAllLanes, lane_id() < w.cluster.rank ? count : 0u);
   slots.all = __reduce_add_sync(kAllLanes, count);
@@ -96,12 +95,11 @@ __device__ __forceinline__ Slots slots_of(const auto& w) {
 }
 
 // By the first block: reports the head's result.
-__device__ __forceinline__ void report(const auto& w, std::int64_t count, int turn, bool is_cut) {
+__device__ __forceinline__ void report(const auto& w, std::int64_t count, bool is_cut) {
   if (w.part == 0) {
     float sum = 0.0f;
-    for_parts(w, w.row, [&](int block, int i) {
-      sum += __uint_as_float(w.shared->weighed[turn][block][i].x);
-    });
+    for_parts(w, w.row,
+              [&](int block, int i) { sum += __uint_as_float(w.shared->weighed[block][i].x); });
     sum = warp_sum(sum) + w.shared->rows[w.row].tail;
     if (lane_id() == 0) {
       w.c.alpha[static_cast<std::int64_t>(w.head) * w.group + w.row] =
@@ -110,12 +108,12 @@ __device__ __forceinline__ void report(const auto& w, std::int64_t count, int tu
   }
   if (warp_id() != warps() - 1) return;
   std::uint32_t pages = 0;
-  for_parts(w, 0, [&](int block, int i) { pages += w.shared->weighed[turn][block][i].y; });
+  for_parts(w, 0, [&](int block, int i) { pages += w.shared->weighed[block][i].y; });
   pages = __reduce_add_sync(kAllLanes, pages);
   // A page may continue in the next block that has positions; it counts once.
   BlockEnds ends;
   if (lane_id() < w.cluster.size) {
-    const uint4 x = w.shared->ends[turn][lane_id()];
+    const uint4 x = w.shared->ends[lane_id()];
     ends = {static_cast<std::int32_t>(x.x), static_cast<std::int32_t>(x.y),
             static_cast<std::int32_t>(x.z)};
   }
@@ -136,22 +134,13 @@ __device__ __forceinline__ void report(const auto& w, std::int64_t count, int tu
 // Writes the kept positions and reports the result.
 __device__ __forceinline__ void write_kept(const auto& w, bool is_cut) {
   __syncthreads();
-  std::int32_t count = list_kept(w);
-  int turn = 0;
-  share_kept(w, count, turn);
-  Slots slots = slots_of(w);
-  if (slots.all > w.c.capacity) {
-    is_cut = true;
-    slots.all = w.c.capacity;
-    count = static_cast<std::int32_t>(
-        max(std::int64_t{0}, min(std::int64_t{count}, w.c.capacity - slots.first)));
-    turn = 1;
-    share_kept(w, count, turn);
-  }
+  const std::int32_t count = list_kept(w);
+  share_kept(w, count);
+  const Slots slots = slots_of(w);
   std::int32_t* const to = w.c.positions + w.head * w.c.capacity + slots.first;
 #pragma unroll 1
   for (std::int32_t i = thread_id(); i < count; i += threads()) to[i] = position_of(w, i);
-  if (w.cluster.rank == 0) report(w, slots.all, turn, is_cut);
+  if (w.cluster.rank == 0) report(w, slots.all, is_cut);
 }
 
 __device__ __forceinline__ void report_bad(const auto& w) {

@@ -10,27 +10,26 @@
 namespace sluice::cuda {
 
 // Reads four vectors of the warp's row, kWarp * parts apart; returns false unless all are plain:
-// aligned, without always kept entries.
+// without always kept entries.
 __device__ __forceinline__ bool load_vectors(const auto& w, const __half* row, std::int32_t first,
                                              uint4 (&v)[kVectors]) {
   const std::int32_t step = w.parts * kWarp;
   const std::int32_t last = min(first + (kVectors - 1) * step + kWarp, w.count);
-  const bool is_plain =
-      w.c.is_aligned && w.entry(first) >= w.extent.low && w.entry(last) <= w.extent.high;
+  const bool is_plain = w.entry(first) >= w.extent.low && w.entry(last) <= w.extent.high;
   first += lane_id();
   if (is_plain) {
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
       const std::int32_t at = first + j * step;
       v[j] = all_minus_infinity();
-      if (at < w.count) v[j] = *reinterpret_cast<const uint4*>(row + w.entry(at));
+      if (at < w.count) v[j] = load8(row, w.entry(at));
     }
     return true;
   }
 #pragma unroll
   for (int j = 0; j < kVectors; ++j) {
     const std::int32_t at = first + j * step;
-    v[j] = at < w.count ? load8(w.c, row, w.extent.total, w.entry(at)) : all_minus_infinity();
+    v[j] = at < w.count ? load8_below(row, w.extent.total, w.entry(at)) : all_minus_infinity();
   }
   return false;
 }

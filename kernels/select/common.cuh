@@ -114,34 +114,17 @@ __device__ __forceinline__ uint4 all_minus_infinity() {
   return make_uint4(kMinusInfinities, kMinusInfinities, kMinusInfinities, kMinusInfinities);
 }
 
-// Eight logits of a row from entry i on, a multiple of 8; -Inf from `total` on.
-__device__ __noinline__ static uint4 load8_unaligned(const __half* row, std::int32_t total,
-                                                     std::int32_t i) {
-  std::uint32_t words[4];
-  const auto* const bits = reinterpret_cast<const std::uint16_t*>(row);
-#pragma unroll
-  for (int w = 0; w < 4; ++w) {
-    const std::int32_t at = i + 2 * w;
-    const std::uint32_t low = at < total ? bits[at] : 0xfc00u;
-    const std::uint32_t high = at + 1 < total ? bits[at + 1] : 0xfc00u;
-    words[w] = low | high << 16;
-  }
-  return make_uint4(words[0], words[1], words[2], words[3]);
+// Eight logits of a row from entry i on, a multiple of 8; undefined values beyond the last.
+__device__ __forceinline__ uint4 load8(const __half* row, std::int32_t i) {
+  return *reinterpret_cast<const uint4*>(row + i);
 }
 
-// Eight logits of a row from entry i on, a multiple of 8; undefined values from `total` on.
-__device__ __forceinline__ uint4 load8_raw(const SelectCall& c, const __half* row,
-                                           std::int32_t total, std::int32_t i) {
-  if (c.is_aligned) return *reinterpret_cast<const uint4*>(row + i);
-  return load8_unaligned(row, total, i);
-}
-
-// Eight logits of a row from entry i on, a multiple of 8; -Inf from `total` on.
-__device__ __forceinline__ uint4 load8(const SelectCall& c, const __half* row, std::int32_t total,
-                                       std::int32_t i) {
+// The same, with -Inf from `total` on.
+__device__ __forceinline__ uint4 load8_below(const __half* row, std::int32_t total,
+                                             std::int32_t i) {
   if (i >= total) return all_minus_infinity();
-  if (c.is_aligned && i + 8 <= total) return *reinterpret_cast<const uint4*>(row + i);
-  return load8_unaligned(row, total, i);
+  const uint4 v = load8(row, i);
+  return i + 8 <= total ? v : masked(v, (1u << (total - i)) - 1u);
 }
 
 // Bit e: the e-th f16 of v is >= the threshold, which is given twice.
@@ -232,6 +215,24 @@ struct BinMap {
     return static_cast<std::int32_t>(__float_as_uint(floored));
   }
 };
+
+// Adds the masses of the logits that are >= `least` to bins, counted down from bin `top`.
+__device__ __forceinline__ void add_masses8(const uint4& v, std::uint16_t least, const BinMap& map,
+                                            std::int32_t top, std::uint32_t* bins) {
+  const float lowest = __half2float(__ushort_as_half(least));
+#pragma unroll
+  for (int w = 0; w < 4; ++w) {
+    const float2 pair = __half22float2(as_half2(word_of(v, w)));
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const float x = e == 0 ? pair.x : pair.y;
+      if (!(x >= lowest)) continue;
+      std::uint32_t mass;
+      const std::int32_t bin = map.bin(x, mass);
+      atomicAdd(bins + (top - bin), mass);
+    }
+  }
+}
 
 // The bin of x.
 __device__ __forceinline__ std::int32_t bin_floor(float x) {

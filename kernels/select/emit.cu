@@ -1,6 +1,6 @@
 // Writes the kept positions in order. A block takes a span of a KV head's entries, reads again the
 // sectors that may be kept, and gets its offset in the output from the spans before it.
-#include "kernels/select/large.cuh"
+#include "kernels/select/chain.cuh"
 #include "kernels/select/sectors.cuh"
 
 namespace sluice::cuda {
@@ -23,7 +23,7 @@ struct EmitShared {
   std::uint32_t part[kWarp];
   Counts before;
   std::uint32_t pages;
-  std::uint32_t totals[3];  // emitted, wanted, pages
+  std::uint32_t totals[2];  // emitted, pages
   float alphas[kWarps][kMostGroup];
 };
 
@@ -59,7 +59,7 @@ struct Span {
   }
 };
 
-__device__ Span span_of(const LargeCall& call, EmitShared* shared) {
+__device__ Span span_of(const ChainCall& call, EmitShared* shared) {
   const auto block = static_cast<std::int32_t>(blockIdx.x);
   Span span;
   span.head = block / call.spans;
@@ -89,7 +89,7 @@ struct Batch {
 #pragma unroll
     for (int k = 0; k < kHeadsAtOnce; ++k) {
       const int g = min(first + k, c.group - 1);
-      v[k] = load8_raw(c, c.row(span.head, g), span.extent.total, i);
+      v[k] = load8(c.row(span.head, g), i);
     }
   }
   // Adds the weights of the entries in `bits`, without the rows' scales.
@@ -155,7 +155,7 @@ __device__ __forceinline__ void clear_bits(const Span& span, EmitShared* shared)
 }
 
 // Called by one warp with cleared bits: marks the entries of its strips that some query head keeps.
-__device__ __forceinline__ void find_reached(const LargeCall& call, const Span& span,
+__device__ __forceinline__ void find_reached(const ChainCall& call, const Span& span,
                                              EmitShared* shared) {
   const SelectCall& c = call.call;
   const auto lane = static_cast<std::int32_t>(threadIdx.x) % kWarp;
@@ -168,7 +168,7 @@ __device__ __forceinline__ void find_reached(const LargeCall& call, const Span& 
     std::uint32_t reaches = 0;
 #pragma unroll 4
     for (int g = 0; g < c.group; ++g) {
-      const std::uint32_t word = maxima[g * LargeCall::kPageWords];
+      const std::uint32_t word = maxima[g * ChainCall::kPageWords];
       reaches |= __hge2_mask(as_half2(word), twice(shared->rows[g].threshold));
     }
     // Strips with always kept entries are read whole, because maxima leave these out.
@@ -197,7 +197,7 @@ __device__ __forceinline__ void find_reached(const LargeCall& call, const Span& 
   if (adds) put_sums(c, 0, sums, shared);
 }
 
-__device__ void write_alphas(const LargeCall& call, const Span& span, const EmitShared* shared) {
+__device__ void write_alphas(const ChainCall& call, const Span& span, const EmitShared* shared) {
   const auto g = static_cast<std::int32_t>(threadIdx.x);
   const int group = call.call.group;
   if (g >= group) return;
@@ -234,27 +234,26 @@ __device__ void write_positions(const Span& span, std::int32_t* to, std::int32_t
 }
 
 // Called by the last block of a head.
-__device__ void finish_head(const LargeCall& call, const Span& span, const GradeCut& cut,
+__device__ void finish_head(const ChainCall& call, const Span& span, const GradeCut& cut,
                             EmitShared* shared) {
   const SelectCall& c = call.call;
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
   const std::int64_t slot = static_cast<std::int64_t>(span.head) * call.spans;
   const ChunkResult* const results = call.results + slot;
-  if (thread < 3) shared->totals[thread] = 0;
+  if (thread < 2) shared->totals[thread] = 0;
   __syncthreads();
-  std::uint32_t sums[3] = {0, 0, 0};
+  std::uint32_t sums[2] = {0, 0};
   for (std::int32_t i = thread; i < span.active; i += kThreads) {
     const ChunkResult result = results[i];
     sums[0] += static_cast<std::uint32_t>(result.emitted);
-    sums[1] += static_cast<std::uint32_t>(result.wanted);
     if (result.emitted == 0) continue;
-    sums[2] += static_cast<std::uint32_t>(result.pages);
+    sums[1] += static_cast<std::uint32_t>(result.pages);
     std::int32_t before = i - 1;
     while (before >= 0 && results[before].emitted == 0) --before;
-    if (before >= 0 && results[before].last_page == result.first_page) --sums[2];
+    if (before >= 0 && results[before].last_page == result.first_page) --sums[1];
   }
 #pragma unroll
-  for (int i = 0; i < 3; ++i) {
+  for (int i = 0; i < 2; ++i) {
     const std::uint32_t sum = __reduce_add_sync(kAllLanes, sums[i]);
     if (thread % kWarp == 0) atomicAdd(shared->totals + i, sum);
   }
@@ -278,8 +277,8 @@ __device__ void finish_head(const LargeCall& call, const Span& span, const Grade
   if (thread != 0) return;
   HeadSelection result;
   result.count = static_cast<std::int32_t>(shared->totals[0]);
-  result.cut = cut.cut != 0 || shared->totals[1] > shared->totals[0] ? 1 : 0;
-  result.pages = static_cast<std::int32_t>(shared->totals[2]);
+  result.cut = cut.cut != 0 ? 1 : 0;
+  result.pages = static_cast<std::int32_t>(shared->totals[1]);
   result.bad = span.bad ? 1 : 0;
   c.heads[span.head] = result;
 }
@@ -306,7 +305,7 @@ __device__ Counts exchange(std::uint64_t* states, std::int32_t span, const Count
 // Writes the span's kept entries. `equal_bits`, laid out as kept_bits, are the entries equal to the
 // cut; read only by grades.
 template <bool kByGrades>
-__device__ __forceinline__ void emit_span(const LargeCall& call, const Span& span,
+__device__ __forceinline__ void emit_span(const ChainCall& call, const Span& span,
                                           const GradeCut& cut, const std::uint32_t* equal_bits,
                                           Staged* staged, EmitShared* shared) {
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
@@ -329,7 +328,7 @@ __device__ __forceinline__ void emit_span(const LargeCall& call, const Span& spa
     const Counts before = exchange(states, span.number, counts);
     if (thread == 0) shared->before = before;
   }
-  // Computed while the first warp waits, because entries are hardly ever dropped afterwards.
+  // Computed while the first warp waits.
   if (!kByGrades && call.call.group > kHeadsAtOnce) add_weights(call.call, span, shared);
   __syncthreads();
   const Counts before = shared->before;
@@ -338,10 +337,8 @@ __device__ __forceinline__ void emit_span(const LargeCall& call, const Span& spa
     return static_cast<std::int32_t>(min(before.equal + equals, cut.ties)) -
            static_cast<std::int32_t>(min(before.equal, cut.ties));
   };
-  const std::int32_t wanted = static_cast<std::int32_t>(counts.above) + ties(counts.equal);
+  const std::int32_t emitted = static_cast<std::int32_t>(counts.above) + ties(counts.equal);
   const std::int64_t at = static_cast<std::int64_t>(before.above) + min(before.equal, cut.ties);
-  const auto emitted = static_cast<std::int32_t>(
-      min(static_cast<std::int64_t>(wanted), max(std::int64_t{0}, call.call.capacity - at)));
   std::int32_t slots[kMostWarpStrips];
 #pragma unroll
   for (int w = 0; w < kMostWarpStrips; ++w) {
@@ -356,14 +353,12 @@ __device__ __forceinline__ void emit_span(const LargeCall& call, const Span& spa
       within += here << 16;
     }
     within += above;
-    kept[w] = first_bits(kept[w], emitted - slots[w]);
   }
-  if (kByGrades || emitted < wanted) {
+  if (kByGrades) {
     for (int w = 0; w < span.each; ++w) shared->kept_bits[thread * span.each + w] = kept[w];
     add_weights(call.call, span, shared);
   }
   ChunkResult result;
-  result.wanted = wanted;
   result.emitted = emitted;
   for (std::int32_t base = 0; base < emitted; base += kStaged) {
 #pragma unroll
@@ -396,7 +391,7 @@ struct Shared {
 };
 
 // Compares the eight entries from i on with the cut: bits of those above and of those equal.
-__device__ void compare_grades(const LargeCall& call, const Span& span, const GradeCut& cut,
+__device__ void compare_grades(const ChainCall& call, const Span& span, const GradeCut& cut,
                                std::int32_t i, const RowInfo* rows, std::uint32_t& above,
                                std::uint32_t& equal) {
   const SelectCall& c = call.call;
@@ -404,7 +399,7 @@ __device__ void compare_grades(const LargeCall& call, const Span& span, const Gr
   equal = 0;
   if (i >= span.extent.emit) return;
   if (call.grades == nullptr) {
-    const uint4 v = load8_raw(c, c.row(span.head, 0), span.extent.total, i);
+    const uint4 v = load8(c.row(span.head, 0), i);
     std::uint32_t others = selectable8(span.extent, i);
     if (c.is_top_p) others &= reaching(v, twice(rows[0].threshold));
     LogitCut(cut).compare8(v, others, above, equal);
@@ -419,7 +414,7 @@ __device__ void compare_grades(const LargeCall& call, const Span& span, const Gr
   above |= allowed8(span.extent, i) & forced8(span.extent, i);
 }
 
-__device__ void find_heaviest(const LargeCall& call, const Span& span, const GradeCut& cut,
+__device__ void find_heaviest(const ChainCall& call, const Span& span, const GradeCut& cut,
                               Shared* shared) {
   EmitShared* const common = &shared->common;
   const std::int32_t last = span.first + call.span_entries();
@@ -434,7 +429,7 @@ __device__ void find_heaviest(const LargeCall& call, const Span& span, const Gra
 }
 
 template <bool kByGrades>
-__global__ void __launch_bounds__(kThreads, 4) emit(const __grid_constant__ LargeCall call) {
+__global__ void __launch_bounds__(kThreads, 4) emit(const __grid_constant__ ChainCall call) {
   __shared__ Shared memory;
   EmitShared* const shared = &memory.common;
   if (threadIdx.x == 0) shared->pages = 0;
@@ -459,7 +454,7 @@ __global__ void __launch_bounds__(kThreads, 4) emit(const __grid_constant__ Larg
 
 }  // namespace
 
-void run_emit(const LargeCall& call, const Launch& launch) {
+void run_emit(const ChainCall& call, const Launch& launch) {
   const std::int64_t blocks = std::int64_t{call.call.head_count} * call.spans;
   launch_early("emit", call.call.has_grades ? emit<true> : emit<false>,
                dim3(static_cast<unsigned>(blocks)), kThreads, 0, launch, call);

@@ -7,13 +7,10 @@ namespace {
 
 constexpr int kThreads = 1024;
 
-// The pages of the first `count` kept positions: of [0, low), then of those from `high` on.
-__device__ std::int32_t pages_of(const TokenBounds& token, std::int32_t count) {
-  const std::int32_t rest = max(count - token.low, 0);
-  const std::int32_t pages = (count - rest + kPageTokens - 1) / kPageTokens;
-  if (rest == 0) return pages;
-  // The first page from `high` on may be the last before.
-  return pages + (token.high + rest - 1) / kPageTokens + 1 - max(token.high / kPageTokens, pages);
+// The pages of [0, low) and of [high, page_first), where the first may be the last before.
+__device__ std::int32_t pages_of(const TokenBounds& token) {
+  const std::int32_t pages = (token.low + kPageTokens - 1) / kPageTokens;
+  return pages + token.page_first / kPageTokens - max(token.high / kPageTokens, pages);
 }
 
 __global__ void __launch_bounds__(kThreads) select_fixed(const __grid_constant__ SelectCall c) {
@@ -21,21 +18,18 @@ __global__ void __launch_bounds__(kThreads) select_fixed(const __grid_constant__
   const TokenBounds token = bounds_of(c, head);
   wait_for_kernel_before();
   allow_next_kernel();
-  const std::int32_t kept = token.low + token.page_first - token.high;
-  const auto count = static_cast<std::int32_t>(min(std::int64_t{kept}, c.capacity));
+  const std::int32_t count = token.low + token.page_first - token.high;
   std::int32_t* const to = c.positions + head * c.capacity;
-  for (std::int64_t i = threadIdx.x; i < count; i += kThreads) {
-    to[i] = static_cast<std::int32_t>(i < token.low ? i : i - token.low + token.high);
+  for (auto i = static_cast<std::int32_t>(threadIdx.x); i < count; i += kThreads) {
+    to[i] = i < token.low ? i : i - token.low + token.high;
   }
   for (int g = static_cast<int>(threadIdx.x); g < c.group; g += kThreads) {
-    const std::int64_t row = static_cast<std::int64_t>(head) * c.group + g;
-    c.alpha[row] = share_of(c, row);
+    c.alpha[static_cast<std::int64_t>(head) * c.group + g] = 1.0f;
   }
   if (threadIdx.x != 0) return;
   HeadSelection result;
   result.count = count;
-  result.cut = kept > count ? 1 : 0;
-  result.pages = pages_of(token, count);
+  result.pages = pages_of(token);
   c.heads[head] = result;
 }
 

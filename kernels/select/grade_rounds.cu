@@ -2,7 +2,7 @@
 // round computes the grades, sums of weights over the query heads, and stores them; a single query
 // head's logits are their own grades. All rounds are one launch: a round's blocks spin until those
 // of the round before are done, which ends because the device starts blocks in order.
-#include "kernels/select/large.cuh"
+#include "kernels/select/chain.cuh"
 
 namespace sluice::cuda {
 namespace {
@@ -23,7 +23,7 @@ struct Place {
   std::uint32_t* bins;    // [kMostGradeBins], of this round
 };
 
-__device__ Place place_of(const LargeCall& call, std::int32_t head, int round, Shared* shared) {
+__device__ Place place_of(const ChainCall& call, std::int32_t head, int round, Shared* shared) {
   const SelectCall& c = call.call;
   Place place;
   place.head = head;
@@ -41,9 +41,7 @@ __device__ Place place_of(const LargeCall& call, std::int32_t head, int round, S
 __device__ void compute_grades(const SelectCall& c, const Place& place, std::int32_t i,
                                const RowInfo* rows, std::uint32_t (&grades)[8]) {
   const __half* const first = c.row(place.head, 0);
-  const auto load = [&](int g) {
-    return load8_raw(c, first + g * c.stride, place.extent.total, i);
-  };
+  const auto load = [&](int g) { return load8(first + g * c.stride, i); };
   if (i < place.extent.emit) {
     grades8(c, c.group, rows, selectable8(place.extent, i), load, grades);
     return;
@@ -68,7 +66,7 @@ __device__ void store_grades(const std::uint32_t (&grades)[8], std::uint32_t* to
 }
 
 // Counts eight grades in their bins; adds the number of those that the round concerns to `count`.
-__device__ void count_grades(const LargeCall& call, const Place& place, const GradeRound& view,
+__device__ void count_grades(const ChainCall& call, const Place& place, const GradeRound& view,
                              int round, std::int32_t i, std::uint32_t& count, Shared* shared) {
   std::uint32_t grades[8];
   if (round == 0 || place.grades == nullptr) {
@@ -86,7 +84,7 @@ __device__ void count_grades(const LargeCall& call, const Place& place, const Gr
 }
 
 // By the last block of a head: narrows the cut to the bin where the wanted grades end.
-__device__ void finish_round(const LargeCall& call, const Place& place, int round, Shared* shared) {
+__device__ void finish_round(const ChainCall& call, const Place& place, int round, Shared* shared) {
   const int group = call.call.group;
   if (threadIdx.x == 0) {
     shared->cut = call.cuts[place.head];
@@ -108,7 +106,7 @@ __device__ void finish_round(const LargeCall& call, const Place& place, int roun
       static_cast<std::uint32_t>(shared->cut.settled != 0 ? kGradeRounds : round + 1);
 }
 
-__device__ void wait_for_round(const LargeCall& call, std::int32_t head, int round) {
+__device__ void wait_for_round(const ChainCall& call, std::int32_t head, int round) {
   if (threadIdx.x == 0) {
     const auto* const done = static_cast<const volatile std::uint32_t*>(call.rounds_done + head);
     while (*done < static_cast<std::uint32_t>(round)) {
@@ -119,7 +117,7 @@ __device__ void wait_for_round(const LargeCall& call, std::int32_t head, int rou
 }
 
 __global__ void __launch_bounds__(kGradeThreads, 2)
-    grade_rounds_of(const __grid_constant__ LargeCall call) {
+    grade_rounds_of(const __grid_constant__ ChainCall call) {
   __shared__ Shared shared;
   const std::int32_t blocks = (call.grade_chunks + call.grade_loops - 1) / call.grade_loops;
   const std::int32_t all = blocks * call.call.head_count;
@@ -163,7 +161,7 @@ __global__ void __launch_bounds__(kGradeThreads, 2)
 
 }  // namespace
 
-void run_grade_rounds(const LargeCall& call, const Launch& launch) {
+void run_grade_rounds(const ChainCall& call, const Launch& launch) {
   const std::int64_t each = (call.grade_chunks + call.grade_loops - 1) / call.grade_loops;
   const std::int64_t blocks = grade_rounds(call.call.group) * call.call.head_count * each;
   launch_early("grade_rounds", grade_rounds_of, dim3(static_cast<unsigned>(blocks)), kGradeThreads,

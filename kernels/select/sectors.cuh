@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "kernels/select/large.cuh"
+#include "kernels/select/chain.cuh"
 
 namespace sluice::cuda {
 

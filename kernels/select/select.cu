@@ -3,7 +3,7 @@
 #include <limits>
 #include <string>
 
-#include "kernels/select/large.cuh"
+#include "kernels/select/chain.cuh"
 #include "kernels/select/select.h"
 #include "lib/check.h"
 #include "sluice/errors.h"
@@ -77,8 +77,8 @@ SelectCall call_of(const SelectParams& p) {
   check(c.group <= kMostGroup, "more query heads per KV head than select() takes");
   c.logits = reinterpret_cast<const __half*>(p.logits.data);
   c.stride = p.logits.stride;
-  c.is_aligned =
-      reinterpret_cast<std::uintptr_t>(p.logits.data) % 16 == 0 && p.logits.stride % 8 == 0;
+  check(reinterpret_cast<std::uintptr_t>(p.logits.data) % 16 == 0 && c.stride % 8 == 0,
+        "rows of logits that select() cannot load 16 bytes at a time");
   c.skip_newest = p.skip_newest;
   c.digest = PageDigest::of(p.logits.digest);
   c.page_weights = PageWeights::of(p.logits.digest, c.group);
@@ -156,15 +156,13 @@ std::int32_t shortlist_capacity_of(const SelectCall& c) {
   if (least > kMostLeast || c.entries < kLeastShare * least) return 0;
   const std::int64_t most = kMostListedInAll / std::max(c.head_count, 1);
   if (least > most || c.most_forced > kMostForced) return 0;
-  // pick() does not check the capacity.
-  if (c.capacity < std::max(c.most_keep, c.most_forced)) return 0;
   return static_cast<std::int32_t>(
       std::clamp<std::int64_t>(8 * least, std::min<std::int64_t>(8192, most), most));
 }
 
 // Divides the rows among blocks, by sizes alone.
-LargeCall large_call(const SelectCall& c, const DeviceLimits& device) {
-  LargeCall l;
+ChainCall chain_call(const SelectCall& c, const DeviceLimits& device) {
+  ChainCall l;
   l.call = c;
   const std::int64_t rows = static_cast<std::int64_t>(c.head_count) * c.group;
   // About one round of four blocks per multiprocessor.
@@ -199,7 +197,7 @@ LargeCall large_call(const SelectCall& c, const DeviceLimits& device) {
 }
 
 // Lays the call's arrays out in scratch; returns the bytes they take.
-std::size_t place(LargeCall& l, std::byte* scratch) {
+std::size_t place(ChainCall& l, std::byte* scratch) {
   const std::int64_t heads = l.call.head_count;
   const std::int64_t rows = heads * l.call.group;
   const std::int64_t spans = heads * l.spans;
@@ -227,7 +225,7 @@ std::size_t place(LargeCall& l, std::byte* scratch) {
     l.pages = l.call.digest.pages;
   } else {
     l.pages = std::int64_t{l.strips} * kStripPages;
-    l.maxima = carver.take<std::uint32_t>(rows * l.pages * LargeCall::kPageWords);
+    l.maxima = carver.take<std::uint32_t>(rows * l.pages * ChainCall::kPageWords);
   }
   l.unit_heads = carver.take<UnitHead>(rows * l.units);
   const bool has_bounds = l.bins > 0 || l.shortlist_capacity > 0;
@@ -244,15 +242,10 @@ std::size_t place(LargeCall& l, std::byte* scratch) {
   return carver.used();
 }
 
-std::int32_t most_heads_at_once(const SelectCall& c) {
-  return static_cast<std::int32_t>(
-      std::clamp<std::int64_t>(kRowsAtOnce / c.group, 1, std::max(c.head_count, 1)));
-}
-
 // The scratch for selecting for this many heads at once.
 std::size_t scratch_of(const SelectCall& c, std::int32_t heads, const DeviceLimits& device) {
   const auto bytes_of = [&](std::int32_t count) {
-    LargeCall l = large_call(part_of(c, 0, count), device);
+    ChainCall l = chain_call(part_of(c, 0, count), device);
     return place(l, nullptr);
   };
   // The last part may have fewer heads, and then more blocks share a row.
@@ -262,18 +255,19 @@ std::size_t scratch_of(const SelectCall& c, std::int32_t heads, const DeviceLimi
 
 // The number of heads to run at once; halved until the scratch fits.
 std::int32_t heads_at_once(const SelectCall& c, const Launch& launch) {
-  std::int32_t heads = most_heads_at_once(c);
+  auto heads =
+      static_cast<std::int32_t>(std::clamp<std::int64_t>(kRowsAtOnce / c.group, 1, c.head_count));
   while (heads > 1 && scratch_of(c, heads, *launch.device) > launch.scratch_bytes) {
     heads = (heads + 1) / 2;
   }
   return heads;
 }
 
-void select_large(const SelectCall& c, const Launch& launch) {
+void run_chain(const SelectCall& c, const Launch& launch) {
   const std::int32_t step = heads_at_once(c, launch);
   for (std::int32_t first = 0; first < c.head_count; first += step) {
-    LargeCall l =
-        large_call(part_of(c, first, std::min(step, c.head_count - first)), *launch.device);
+    ChainCall l =
+        chain_call(part_of(c, first, std::min(step, c.head_count - first)), *launch.device);
     check(l.units <= kMostUnits, "a row too long for select()");
     l.tickets = launch.counters;
     const std::size_t needed = place(l, launch.scratch);
@@ -296,13 +290,6 @@ void select_large(const SelectCall& c, const Launch& launch) {
 
 }  // namespace
 
-std::size_t select_scratch_bytes(const SelectParams& params, const DeviceLimits& device) {
-  const SelectCall c = call_of(params);
-  if (c.logits == nullptr || fits_few(c, device) || fits_small(c, device)) return 0;
-  if (fits_digest(c, device) || fits_cluster(c, device)) return 0;
-  return scratch_of(c, most_heads_at_once(c), device);
-}
-
 void select(const SelectParams& params, const Launch& launch) {
   const SelectCall c = call_of(params);
   if (c.head_count == 0) return;
@@ -313,7 +300,7 @@ void select(const SelectParams& params, const Launch& launch) {
   }
   if (fits_digest(c, *launch.device)) return run_digest(c, launch);
   if (fits_cluster(c, *launch.device)) return run_cluster(c, launch);
-  select_large(c, launch);
+  run_chain(c, launch);
 }
 
 bool leaves_page_weights(const SelectParams& params, const DeviceLimits& device) {

@@ -19,29 +19,37 @@
 //   sector    16 neighbouring logits of a row, one 32-byte read
 // Steps 2 and 3 read only the sectors that bounds from earlier steps leave open.
 //
-// The kernel depends only on sizes, including the batch's capacity, never on a position, because a
-// step is recorded once and replayed. The first that fits runs:
-//   fixed     no logits: keeps only the tokens that are always kept; one block per head
-//   few       top_k up to 64 (and up to 64 always kept) with a digest, without candidates, up to 8
-//             query heads and 262144 entries, 1048576 over all query heads; one block per head,
-//             which also writes page weights
-//   one block per head if its shared memory holds two bytes per entry (up to 65536), and the logits
-//   are few (16384 per head) or the heads many (half the number of multiprocessors):
-//     top_k   top_k of one query head, up to 16384 entries, in the registers of up to four warps
-//     small   everything else
-//   one cluster of blocks per head (compute capability 9.0, up to 8 query heads) if its shared
-//   memories hold
-//     digest  the digest, from 262144 entries on without candidates, and few are kept: reads only
-//             the logits that may be kept
-//     cluster the logits, and few are kept or no cap may cut, and there are few heads
-//   large     everything else: the chain of kernels of large.cuh, which divide the rows among
-//             blocks, for as many heads at a time as scratch allows
-// Few are kept if k or the cap, times the query heads, is at most 4096.
+// There are three ways to select, by what works on a head: a block, a cluster of blocks, or a chain
+// of kernels that divide its rows among blocks. select() tries them from the top and takes the
+// first that fits. Sizes alone decide, the batch's capacity among them and never a position,
+// because a step is recorded once and replayed.
+//
+//   way      kernel    source          which calls
+//   block    fixed     fixed.cu        without logits: keeps what is always kept
+//            few       few.cu          top_k up to 64, and up to 64 always kept; with a digest,
+//                                      without candidates; up to 8 query heads, 262144 entries and
+//                                      1048576 logits. Also writes page weights
+//            top_k     top_k.cu        top_k of one query head, up to 16384 entries, in registers
+//            small     small.cu        up to 65536 entries that fit a block's shared memory
+//   cluster  digest    digest.cu       few are kept; with a digest, which the cluster's shared
+//                                      memories hold, from 262144 entries on, without candidates.
+//                                      Reads only the logits that may be kept
+//            cluster   cluster.cu      few are kept or no cap may cut; few heads; logits that the
+//                                      shared memories hold
+//   chain              chain.cuh       everything else, for as many heads at a time as scratch
+//                                      allows
+//
+// top_k and small take few logits (16384 per head) or many heads (half the number of
+// multiprocessors), because a few long rows run faster divided among blocks. Clusters need compute
+// capability 9.0 and take up to 8 query heads. Few are kept if k or the cap, times the query heads,
+// is at most 4096.
+//
+// All ways: floats are added in a fixed order, or as integers, so results do not depend on timing;
+// logits stay as they are; only the chain uses scratch and counters; nothing checks the capacity of
+// `selected`, which has to hold what the quota may keep (SelectionView).
 //
 // choose_tokens() sorts the scores of a whole prompt.
 #pragma once
-
-#include <cstddef>
 
 #include "kernels/runtime/launch.h"
 #include "lib/backend/index_ops.h"
@@ -59,10 +67,6 @@ void select(const SelectParams& params, const Launch& launch);
 // Throws Error{unsupported} for a prompt whose scores do not fit the scratch memory, about 20 bytes
 // per token.
 void choose_tokens(const ChooseTokensParams& params, const Launch& launch);
-
-// Scratch bytes with which select() takes the fewest rounds of heads, by sizes alone. With less it
-// takes more rounds; the scratch of one head must fit.
-std::size_t select_scratch_bytes(const SelectParams& params, const DeviceLimits& device);
 
 // Returns true if select() writes the page weights that are asked for, which only `few` does; else
 // weigh_pages() of values/ has to follow.

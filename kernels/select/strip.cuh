@@ -4,7 +4,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include "kernels/select/large.cuh"
+#include "kernels/select/chain.cuh"
 
 namespace sluice::cuda {
 

@@ -6,7 +6,7 @@
 //   a lower bound of the lightest kept logit: at least `keep` maxima reach it.
 #include <cmath>
 
-#include "kernels/select/large.cuh"
+#include "kernels/select/chain.cuh"
 #include "kernels/select/strip.cuh"
 
 namespace sluice::cuda {
@@ -27,11 +27,11 @@ struct Shared {
 };
 
 // Returns true if the sectors' maxima are counted, which thresholds and shortlists need.
-__device__ bool counts_sectors(const LargeCall& call) {
+__device__ bool counts_sectors(const ChainCall& call) {
   return call.bins > 0 || call.shortlist_capacity > 0;
 }
 
-__device__ void begin(const LargeCall& call, std::int32_t row, const TokenBounds& token,
+__device__ void begin(const ChainCall& call, std::int32_t row, const TokenBounds& token,
                       Shared* shared) {
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
   const auto step = static_cast<std::int64_t>(gridDim.x) * kThreads;
@@ -56,15 +56,11 @@ struct Strips {
   std::int32_t first_plain;
   std::int32_t last_plain;
 
-  __device__ Strips(const LargeCall& call, std::int32_t unit, const Extent& extent)
+  __device__ Strips(const ChainCall& call, std::int32_t unit, const Extent& extent)
       : first(unit * call.unit_strips),
         last(min(first + call.unit_strips, (extent.total + kStrip - 1) / kStrip)),
-        first_plain(last),
-        last_plain(last) {
-    if (!call.call.is_aligned) return;
-    first_plain = min(max(first, (extent.low + kStrip - 1) / kStrip), last);
-    last_plain = max(first_plain, min(last, extent.high / kStrip));
-  }
+        first_plain(min(max(first, (extent.low + kStrip - 1) / kStrip), last)),
+        last_plain(max(first_plain, min(last, extent.high / kStrip))) {}
 };
 
 // The destinations of a warp's sector maxima and their counts.
@@ -74,11 +70,11 @@ struct SectorSink {
   std::uint32_t* counts;  // [kRoughBins] or null
   std::uint32_t* masses;  // [kRoughBins] or null
 
-  __device__ SectorSink(const LargeCall& call, std::int32_t row, Shared* shared)
+  __device__ SectorSink(const ChainCall& call, std::int32_t row, Shared* shared)
       : maxima(call.strip_maxima(row, 0,
                                  static_cast<std::int32_t>(threadIdx.x) % 2 * (kWarp / 2) +
                                      static_cast<std::int32_t>(threadIdx.x) % kWarp / 2)),
-        strip_words(static_cast<std::int64_t>(kStripPages * LargeCall::kPageWords) *
+        strip_words(static_cast<std::int64_t>(kStripPages * ChainCall::kPageWords) *
                     call.call.group),
         counts(call.shortlist_capacity > 0 ? shared->counts : nullptr),
         masses(call.bins > 0 ? shared->masses : nullptr) {}
@@ -91,7 +87,7 @@ struct SectorSink {
 };
 
 // Adds the strips that are not plain. Out of line, to keep its registers apart.
-__device__ __noinline__ Seen add_special(const LargeCall& call, std::int32_t row, std::int32_t unit,
+__device__ __noinline__ Seen add_special(const ChainCall& call, std::int32_t row, std::int32_t unit,
                                          Shared* shared) {
   const SelectCall& c = call.call;
   const Extent extent = shared->extent;
@@ -106,7 +102,7 @@ __device__ __noinline__ Seen add_special(const LargeCall& call, std::int32_t row
     uint4 v[kVectors];
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
-      v[j] = load8(c, logits, extent.total, entry_of(strip, j));
+      v[j] = load8_below(logits, extent.total, entry_of(strip, j));
     }
     seen.add(v);
     take_kept(extent, strip, v, seen.sums);
@@ -116,7 +112,7 @@ __device__ __noinline__ Seen add_special(const LargeCall& call, std::int32_t row
 }
 
 // Adds plain strips from a scan's digest.
-__device__ __forceinline__ void add_digests(const LargeCall& call, std::int32_t row,
+__device__ __forceinline__ void add_digests(const ChainCall& call, std::int32_t row,
                                             const Strips& strips, const SectorSink& sink,
                                             Seen& seen) {
   constexpr int kAtOnce = 2;
@@ -146,7 +142,7 @@ __device__ __forceinline__ void add_digests(const LargeCall& call, std::int32_t 
 }
 
 // Adds plain strips from their logits.
-__device__ __forceinline__ void add_strips(const LargeCall& call, std::int32_t row,
+__device__ __forceinline__ void add_strips(const ChainCall& call, std::int32_t row,
                                            const Strips& strips, const SectorSink& sink,
                                            Seen& seen) {
   const __half* const logits = call.call.row(row / call.call.group, row % call.call.group);
@@ -163,7 +159,7 @@ __device__ __forceinline__ void add_strips(const LargeCall& call, std::int32_t r
   }
 }
 
-__device__ void add_unit(const LargeCall& call, std::int32_t row, std::int32_t unit,
+__device__ void add_unit(const ChainCall& call, std::int32_t row, std::int32_t unit,
                          Shared* shared) {
   const auto warp = static_cast<std::int32_t>(threadIdx.x) / kWarp;
   const auto lane = static_cast<std::int32_t>(threadIdx.x) % kWarp;
@@ -195,7 +191,7 @@ __device__ std::int32_t rough_bin(float x) {
 }
 
 // Joins and writes the results of the unit's warps.
-__device__ void end_unit(const LargeCall& call, std::int32_t row, std::int32_t unit,
+__device__ void end_unit(const ChainCall& call, std::int32_t row, std::int32_t unit,
                          Shared* shared) {
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
   const std::int64_t slot = static_cast<std::int64_t>(row) * call.units + unit;
@@ -226,7 +222,7 @@ struct Units {
 };
 
 // By one warp: reads the results of a row's units.
-__device__ __forceinline__ Units read_units(const LargeCall& call, std::int32_t row,
+__device__ __forceinline__ Units read_units(const ChainCall& call, std::int32_t row,
                                             Shared* shared) {
   const SelectCall& c = call.call;
   const UnitHead* const heads = call.unit_heads + static_cast<std::int64_t>(row) * call.units;
@@ -256,7 +252,7 @@ __device__ __forceinline__ Units read_units(const LargeCall& call, std::int32_t 
 }
 
 // Called by the same warp: computes the row's bounds.
-__device__ __forceinline__ void add_units(const LargeCall& call, const Units& units,
+__device__ __forceinline__ void add_units(const ChainCall& call, const Units& units,
                                           Shared* shared) {
   const SelectCall& c = call.call;
   const Sums sums = add_up(units.sums);
@@ -297,7 +293,7 @@ struct Rough {
   std::uint64_t mass = 0;
 };
 
-__device__ __forceinline__ Rough add_rough(const LargeCall& call, std::int32_t row,
+__device__ __forceinline__ Rough add_rough(const ChainCall& call, std::int32_t row,
                                            std::int32_t bin, const Shared* shared) {
   const uint2* const rough = call.rough + static_cast<std::int64_t>(row) * call.units * kRoughBins;
   Rough sum;
@@ -314,7 +310,7 @@ __device__ __forceinline__ Rough add_rough(const LargeCall& call, std::int32_t r
 
 // Finds the bounds, from the heaviest sectors down. `rough` is this thread's bin among the first
 // kThreads, which begin at `top`.
-__device__ void find_bounds(const LargeCall& call, std::int32_t row, std::int32_t top, Rough rough,
+__device__ void find_bounds(const ChainCall& call, std::int32_t row, std::int32_t top, Rough rough,
                             Shared* shared) {
   const RowSearch search = shared->search;
   const RowInfo info = shared->info;
@@ -362,7 +358,7 @@ __device__ void find_bounds(const LargeCall& call, std::int32_t row, std::int32_
 }
 
 // Out of line, to keep its registers apart.
-__device__ __noinline__ void finish_row(const LargeCall& call, std::int32_t row, Shared* shared) {
+__device__ __noinline__ void finish_row(const ChainCall& call, std::int32_t row, Shared* shared) {
   const bool is_first_warp = threadIdx.x < kWarp;
   Units units;
   if (is_first_warp) units = read_units(call, row, shared);
@@ -387,7 +383,7 @@ __device__ __noinline__ void finish_row(const LargeCall& call, std::int32_t row,
   if (row % group == 0) call.extents[row / group] = shared->extent;
 }
 
-__global__ void __launch_bounds__(kThreads, 4) row_sums(const __grid_constant__ LargeCall call) {
+__global__ void __launch_bounds__(kThreads, 4) row_sums(const __grid_constant__ ChainCall call) {
   __shared__ Shared shared;
   for (int i = static_cast<int>(threadIdx.x); i < kRoughBins; i += kThreads) {
     shared.counts[i] = shared.masses[i] = 0;
@@ -410,7 +406,7 @@ __global__ void __launch_bounds__(kThreads, 4) row_sums(const __grid_constant__ 
 
 }  // namespace
 
-void run_row_sums(const LargeCall& call, const Launch& launch) {
+void run_row_sums(const ChainCall& call, const Launch& launch) {
   const std::int64_t rows = std::int64_t{call.call.head_count} * call.call.group;
   launch_early("row_sums", row_sums, dim3(static_cast<unsigned>(rows * call.units)), kThreads, 0,
                launch, call);

@@ -1,7 +1,6 @@
 // top_p's threshold of every row, exact to a bin: from a histogram of the weights in the sectors
 // whose maximum reaches the lower bound that row_sums has found.
-#include "kernels/select/large.cuh"
-#include "kernels/select/masses.cuh"
+#include "kernels/select/chain.cuh"
 #include "kernels/select/sectors.cuh"
 
 namespace sluice::cuda {
@@ -27,21 +26,18 @@ struct Row {
 };
 
 // Eight logits; -Inf for entries that are always kept.
-__device__ __forceinline__ uint4 load_selectable8(const SelectCall& c, const Row& row,
-                                                  std::int32_t i) {
-  if (c.is_aligned && i >= row.extent.low && i + 8 <= row.extent.high) {
-    return *reinterpret_cast<const uint4*>(row.logits + i);
-  }
-  return masked(load8(c, row.logits, row.extent.total, i), ~forced8(row.extent, i));
+__device__ __forceinline__ uint4 load_selectable8(const Row& row, std::int32_t i) {
+  if (i >= row.extent.low && i + 8 <= row.extent.high) return load8(row.logits, i);
+  return masked(load8_below(row.logits, row.extent.total, i), ~forced8(row.extent, i));
 }
 
 // Called by one warp: counts its strips of the unit.
-__device__ void add_strips(const LargeCall& call, const Row& row, std::int32_t number,
+__device__ void add_strips(const ChainCall& call, const Row& row, std::int32_t number,
                            std::int32_t first, std::int32_t last, std::uint16_t* queue,
                            std::uint32_t* bins) {
   const auto lane = static_cast<std::int32_t>(threadIdx.x) % kWarp;
   const std::uint32_t* const maxima = call.strip_maxima(number, first, lane);
-  const std::int32_t words_apart = kStripPages * LargeCall::kPageWords * call.call.group;
+  const std::int32_t words_apart = kStripPages * ChainCall::kPageWords * call.call.group;
   std::uint32_t words[kWarpStrips];
 #pragma unroll
   for (int s = 0; s < kWarpStrips; ++s) {
@@ -64,7 +60,7 @@ __device__ void add_strips(const LargeCall& call, const Row& row, std::int32_t n
       v[j] = all_minus_infinity();
       if (slot < count) {
         const std::int32_t i = first * kStrip + queue[slot] * kSector + lane % 2 * 8;
-        v[j] = load_selectable8(call.call, row, i);
+        v[j] = load_selectable8(row, i);
       }
     }
 #pragma unroll
@@ -73,7 +69,7 @@ __device__ void add_strips(const LargeCall& call, const Row& row, std::int32_t n
 }
 
 // Called by the last block of a row; `shares` is shared memory for all bins.
-__device__ __noinline__ void finish_row(const LargeCall& call, std::int32_t row, std::int32_t top,
+__device__ __noinline__ void finish_row(const ChainCall& call, std::int32_t row, std::int32_t top,
                                         std::int32_t bins, const RowSearch& search,
                                         std::uint64_t* shares, Shared* shared) {
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
@@ -117,7 +113,7 @@ __device__ __noinline__ void finish_row(const LargeCall& call, std::int32_t row,
 }
 
 __global__ void __launch_bounds__(kThreads, 4)
-    row_thresholds(const __grid_constant__ LargeCall call) {
+    row_thresholds(const __grid_constant__ ChainCall call) {
   extern __shared__ uint4 memory[];
   __shared__ Shared shared;
   auto* const bins = reinterpret_cast<std::uint32_t*>(memory);
@@ -155,7 +151,7 @@ __global__ void __launch_bounds__(kThreads, 4)
 
 }  // namespace
 
-void run_row_thresholds(const LargeCall& call, const Launch& launch) {
+void run_row_thresholds(const ChainCall& call, const Launch& launch) {
   const std::int64_t rows = std::int64_t{call.call.head_count} * call.call.group;
   const auto bytes = static_cast<std::size_t>(call.bins) * sizeof(std::uint64_t);
   launch_early("row_thresholds", row_thresholds, dim3(static_cast<unsigned>(rows * call.units)),

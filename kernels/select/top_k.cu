@@ -1,10 +1,9 @@
 // top_k of one short row per block. The row stays in registers. The maxima of its vectors bound the
 // k-th largest logit from below, few entries reach that bound, and among them it is found by
 // bisection, because counting the entries that reach a number is fast in registers.
-#include <algorithm>
 #include <cmath>
 
-#include "kernels/select/large.cuh"
+#include "kernels/select/chain.cuh"
 #include "kernels/select/strip.cuh"
 
 namespace sluice::cuda {
@@ -423,9 +422,7 @@ void launch_rows(const SelectCall& call, const Launch& launch) {
 }  // namespace
 
 bool fits_top_k(const SelectCall& c) {
-  // The kernel does not check the capacity, so all that may be kept must fit.
-  return !c.is_top_p && c.group == 1 && c.is_aligned && c.entries <= kMostRowWarps * kWarpEntries &&
-         c.capacity >= std::max(c.most_keep, c.most_forced);
+  return !c.is_top_p && c.group == 1 && c.entries <= kMostRowWarps * kWarpEntries;
 }
 
 void run_top_k(const SelectCall& call, const Launch& launch) {

@@ -319,22 +319,12 @@ void run_read(const TilesCall& c, const Launch& launch) {
   }
 }
 
-namespace {
-
-unsigned merge_blocks(const MergePartialsParams& p) {
-  return static_cast<unsigned>((p.rows + kReadWarps - 1) / kReadWarps);
-}
-
-}  // namespace
-
+// In plain order, because it may wait for the host, whose partial it merges: early_launch.cuh knows
+// of kernels alone.
 void merge_partials(const MergePartialsParams& p, const Launch& launch) {
   if (p.rows == 0) return;
-  launch_early("merging partials", merge_rows, dim3(merge_blocks(p)), kReadThreads, 0, launch, p);
-}
-
-void merge_joined_partials(const MergePartialsParams& p, const Launch& launch) {
-  if (p.rows == 0) return;
-  merge_rows<<<merge_blocks(p), kReadThreads, 0, launch.stream>>>(p);
+  const auto blocks = static_cast<unsigned>((p.rows + kReadWarps - 1) / kReadWarps);
+  merge_rows<<<blocks, kReadThreads, 0, launch.stream>>>(p);
   require_launch("merging partials");
 }
 

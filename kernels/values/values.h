@@ -34,8 +34,6 @@ void build_values_batch(const BuildValuesBatchParams& params, const Launch& laun
 // before it lets this one begin (rule 4 of early_launch.cuh).
 void attend_tiles(const AttendTilesParams& params, const Launch& launch, bool is_beside = false);
 void merge_partials(const MergePartialsParams& params, const Launch& launch);
-// merge_partials() for a launch that also waits for work of another stream, not only for kernels.
-void merge_joined_partials(const MergePartialsParams& params, const Launch& launch);
 
 inline constexpr int kTileQueries = 8;  // query heads that read a page together
 inline constexpr std::int64_t kMostTilePages = std::int64_t{1} << 16;  // per head

@@ -20,7 +20,8 @@
 
 namespace sluice {
 
-// A run of consecutive rows of one KV head.
+// A run of consecutive rows of one KV head. In an operation the runs of all heads have the same
+// length and lie at equal distances, as they do in every tier and buffer.
 struct RowSpan {
   const std::byte* rows = nullptr;  // [count, row_bytes]
   std::int64_t count = 0;
@@ -50,15 +51,15 @@ struct BuildBatchParams {
 
 // Selected positions of every token of a batch, ascending per KV head.
 struct SelectionView {
-  std::int32_t* positions = nullptr;  // [count, kv_heads, capacity]
-  std::int64_t capacity = 0;
+  std::int32_t* positions = nullptr;      // [count, kv_heads, capacity]
+  std::int64_t capacity = 0;              // at least as many as select() may keep
   struct HeadSelection* heads = nullptr;  // reported [count, kv_heads]
 };
 
 // The selection of one KV head of a token.
 struct HeadSelection {
   std::int32_t count = 0;  // positions
-  std::int32_t cut = 0;    // 1 if a cap or the capacity dropped positions that the pruner wanted
+  std::int32_t cut = 0;    // 1 if a cap dropped positions that the pruner wanted
   std::int32_t pages = 0;  // pages that hold a selected position
   std::int32_t bad = 0;    // 1 if an estimate was NaN or +Inf, or all were -Inf; count is 0 then
 };
@@ -208,8 +209,8 @@ struct SelectParams {
   KvShape shape;
   TokenBatch batch;
   // [count, query_heads, stride]. `data` is null if nothing was estimated; there are no candidates
-  // then, exactly the positions that are always kept are selected, alpha is the share (1 if `share`
-  // is null) and lse is not written.
+  // and no share then, exactly the positions that are always kept are selected, alpha is 1 and lse
+  // is not written.
   LogitView logits;
   bool skip_newest = false;  // the newest rows have no logits
   // Positions below page_first, [count, kv_heads, capacity]; null: all of them. Their logits come
@@ -244,24 +245,24 @@ struct ColumnSumsParams {
 
 // Chooses the important tokens of a prompt. Their number is the smallest for which some tokens'
 // sums carry the share `tau` of the total. They are the tokens with the highest mean over the
-// probes that see them, the older if means are equal, plus the `newest` tokens. They are listed
+// probes that see them, the older if means are equal, plus the kNewest newest. They are listed
 // together with all tokens before the prompt.
 // Source: ZipVL (He et al. 2024), sections 4.1 and 4.2.
 struct ChooseTokensParams {
   static constexpr OperationLabel kLabel = {"choose_tokens", TraceKind::select};
   static constexpr std::int64_t kMostProbes = 128;
+  static constexpr std::int64_t kNewest = 64;  // tokens
+  static constexpr std::int64_t kBlock = 512;  // tokens
 
   const float* sums = nullptr;  // [end], the result of column_sums() for the probes
   std::int64_t first = 0;       // the prompt's tokens are [first, end)
   std::int64_t end = 0;
   std::span<const std::int64_t> probes;  // host array, ascending; the last is end - 1
   double tau = 1.0;                      // 1: all of the prompt is important
-  std::int64_t newest = 0;
-  std::int64_t block = 1;             // tokens
-  std::uint8_t* listed = nullptr;     // [end]: 1 or 0
-  std::int32_t* positions = nullptr;  // [end]: the listed positions, ascending
+  std::uint8_t* listed = nullptr;        // [end]: 1 or 0
+  std::int32_t* positions = nullptr;     // [end]: the listed positions, ascending
   // [end - first]: for each token, the number of listed positions before its block. Blocks begin at
-  // multiples of `block`, but not before the prompt.
+  // multiples of kBlock, but not before the prompt.
   std::int32_t* seen = nullptr;
   // Reported [1]: 1 if a sum of the prompt was NaN or infinite, and the list is unspecified then;
   // else 0.

@@ -63,7 +63,7 @@ struct AttendParams {
   // Lists of the pages whose rows a block of queries sees; without lists, all rows. With lists,
   // first_row_position is that of a page's first row and `seen` is null.
   PageLists listed;
-  float scale = 0.0f;    // of the logits, 1 / sqrt(head_dim)
+  float scale = 0.0f;    // of the logits, 1 / sqrt(head_dim); positive
   float* out = nullptr;  // [tokens, query_heads, head_dim]
   float* lse = nullptr;  // [tokens, query_heads]; -inf where no row was visible
   bool merge = false;    // merge with the partial already in out and lse
@@ -193,11 +193,9 @@ struct GatherParams {
   KvShape shape;
   PagedRows rows;
   std::int32_t sequence = 0;
-  const std::int32_t* positions = nullptr;  // [kv_heads, capacity], ascending
-  std::int64_t capacity = 0;                // 0: all heads have the same positions
-  std::int64_t first = 0;                   // index of each head's first position to copy
-  std::span<const std::int64_t> counts;     // host array [kv_heads]: rows to copy
-  std::byte* to = nullptr;                  // [kv_heads, to_rows, row_bytes]
+  const std::int32_t* positions = nullptr;  // [count], ascending, the same for all heads
+  std::int64_t count = 0;
+  std::byte* to = nullptr;  // [kv_heads, to_rows, row_bytes]
   std::int64_t to_rows = 0;
 };
 

@@ -196,6 +196,8 @@ void SparseAttention::select(const Policy& policy, int layer, const TokenBatch& 
 }
 
 void SparseAttention::choose(const Policy& policy, const Wave& wave) {
+  check(most_selected(policy, layout_.context, scorers_) <= layout_.selected,
+        "a policy that selects more rows than were planned for");
   if (!scorer_of(policy).info().estimates()) return choose_fixed(policy, wave);
   propose(policy, wave);
   if (policy.candidates.limited()) rescore(policy, wave);

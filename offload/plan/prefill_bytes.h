@@ -12,7 +12,7 @@
 namespace sluice {
 
 // Tokens whose queries decide which tokens of a prompt are important.
-inline constexpr std::int64_t kNewestProbes = 64;
+inline constexpr std::int64_t kNewestProbes = ChooseTokensParams::kNewest;
 inline constexpr std::int64_t kRandomProbes = 64;
 // Important tokens of a chunk that attend at a time, when only they do.
 inline constexpr std::int64_t kPackedTokens = 1024;

@@ -17,7 +17,7 @@ constexpr std::int64_t kProbes = kNewestProbes + kRandomProbes;
 static_assert(kProbes <= ChooseTokensParams::kMostProbes);
 // Tokens of a block, in which every token attends to all before it. Blocks begin at multiples of
 // this, so that the result does not depend on the chunk size.
-constexpr std::int64_t kBlock = 512;
+constexpr std::int64_t kBlock = ChooseTokensParams::kBlock;
 constexpr std::uint64_t kSeed = 20241011;
 
 }  // namespace
@@ -174,8 +174,6 @@ void ImportantTokens::choose(const SparsePrefill& how, const KvPool& pool) {
   params.end = local_.end();
   params.probes = probes;
   params.tau = how.tau;
-  params.newest = kNewestProbes;
-  params.block = kBlock;
   params.listed = reinterpret_cast<std::uint8_t*>(listed_.data());
   params.positions = reinterpret_cast<std::int32_t*>(positions_.data());
   params.seen = reinterpret_cast<std::int32_t*>(seen_.data());
@@ -335,14 +333,12 @@ void ImportantTokens::attend_listed(AttendParams& params, std::int64_t count, co
 // Gathers listed rows [first, first + count) into the arena.
 void ImportantTokens::bring(std::int64_t first, std::int64_t count, const KvPool& pool,
                             Ledger& ledger) {
-  const std::vector<std::int64_t> counts(static_cast<std::size_t>(shape_.kv_heads), count);
   GatherParams params;
   params.shape = shape_;
   params.rows = rows(pool);
   params.sequence = stages() ? 0 : sequence_;
-  params.positions = positions();
-  params.first = first;
-  params.counts = counts;
+  params.positions = positions() + first;
+  params.count = count;
   params.to = arena_.data();
   params.to_rows = arena_rows_;
   queue_->run(params);

@@ -48,24 +48,20 @@ TEST_P(AppendParity, AppendWritesKThenVOfEveryHeadAndItsHost) {
       const std::vector<float> kv = random_.normal(tokens * stride);
       const Buffer device = upload(*backend_, kv);
       const std::size_t bytes = static_cast<std::size_t>(tokens) * shape.row_bytes();
-      const auto two = [&](Tier tier) {
-        return std::array{backend_->allocate(tier, bytes), backend_->allocate(tier, bytes)};
-      };
-      const std::array<Buffer, 2> rows = two(backend_->info().compute_tier);
-      const std::array<Buffer, 2> host = two(Tier::host);
-      std::byte* const to[] = {rows[0].data(), rows[1].data()};
-      std::byte* const host_to[] = {host[0].data(), host[1].data()};
+      const Buffer rows = backend_->allocate(backend_->info().compute_tier, 2 * bytes);
+      const Buffer host = backend_->allocate(Tier::host, 2 * bytes);
+      std::byte* const to[] = {rows.data(), rows.data() + bytes};
+      std::byte* const host_to[] = {host.data(), host.data() + bytes};
       backend_->queue->run(AppendParams{device.floats(), device.floats() + 2 * d, tokens, stride,
                                         shape, to, host_to});
+      const std::vector<std::byte> actual = download<std::byte>(*backend_, rows);
+      EXPECT_EQ(download<std::byte>(*backend_, host), actual);
       for (int head = 0; head < 2; ++head) {
-        const auto at = static_cast<std::size_t>(head);
-        const std::vector<std::byte> actual = download<std::byte>(*backend_, rows[at]);
-        EXPECT_EQ(download<std::byte>(*backend_, host[at]), actual);
         for (std::int64_t token = 0; token < tokens; ++token) {
           for (const int value : {0, 1}) {
             const auto from = kv.begin() + token * stride + (2 * value + head) * d;
             const std::vector<std::byte> expected = encoded_part({from, from + d}, format);
-            const std::byte* const part = actual.data() +
+            const std::byte* const part = actual.data() + static_cast<std::size_t>(head) * bytes +
                                           static_cast<std::size_t>(token) * shape.row_bytes() +
                                           (value == 1 ? shape.value_offset() : 0);
             ASSERT_TRUE(std::equal(expected.begin(), expected.end(), part))

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <memory>
 #include <numeric>
 #include <tuple>
@@ -342,21 +343,15 @@ TEST_P(AttendSelected, MeanValuesStandForTheRest) {
 
 TEST_P(AttendSelected, GathersRowsByPosition) {
   const std::size_t bytes = shape().row_bytes();
-  constexpr std::int64_t kFirst = 3;
-  constexpr std::int64_t kCapacity = 400;
   for (const Places places : {Places::device, Places::host, Places::either}) {
     const std::vector<AttentionCase> cases = {newest_case(random_, shape(), 300),
                                               newest_case(random_, shape(), 900)};
     const PagedSequences sequences(*backend_, random_, cases, places);
-    const Chosen chosen = choose(random_, cases[1], 0, kCapacity);
     std::vector<std::int32_t> positions;
-    std::vector<std::int64_t> counts;
-    for (const std::vector<std::int32_t>& own : chosen.positions) {
-      positions.insert(positions.end(), own.begin(), own.end());
-      positions.resize((counts.size() + 1) * kCapacity, -1);
-      counts.push_back(std::max<std::int64_t>(0, static_cast<std::int64_t>(own.size()) - kFirst));
+    for (std::int32_t t = 0; t < 900; ++t) {
+      if (random_.integer(0, 2) == 0) positions.push_back(t);
     }
-    const std::int64_t to_rows = kCapacity + 7;
+    const std::int64_t to_rows = std::ssize(positions) + 7;
     const Buffer at = upload(*backend_, positions);
     const Buffer to = backend_->allocate(backend_->info().compute_tier,
                                          2 * static_cast<std::size_t>(to_rows) * bytes);
@@ -365,34 +360,27 @@ TEST_P(AttendSelected, GathersRowsByPosition) {
     p.rows = sequences.rows();
     p.sequence = sequences.sequence(1);
     p.positions = reinterpret_cast<const std::int32_t*>(at.data());
-    p.capacity = kCapacity;
-    p.first = kFirst;
-    p.counts = counts;
+    p.count = std::ssize(positions);
     p.to = to.data();
     p.to_rows = to_rows;
     backend_->queue->run(p);
     const std::vector<std::byte> rows = download<std::byte>(*backend_, to);
     std::vector<std::byte> expected(rows.size());
     for (std::size_t head = 0; head < 2; ++head) {
-      std::copy_n(chosen.expected.rows[head].begin() + kFirst * static_cast<std::ptrdiff_t>(bytes),
-                  counts[head] * static_cast<std::int64_t>(bytes),
-                  expected.begin() + static_cast<std::ptrdiff_t>(
-                                         head * static_cast<std::size_t>(to_rows) * bytes));
+      std::byte* row = expected.data() + head * static_cast<std::size_t>(to_rows) * bytes;
+      for (const std::int32_t position : positions) {
+        std::memcpy(row, &cases[1].rows[head][static_cast<std::size_t>(position) * bytes], bytes);
+        row += bytes;
+      }
     }
     EXPECT_TRUE(rows == expected) << "places " << static_cast<int>(places);
   }
 }
 
 TEST_P(AttendSelected, SumsOfValuesGrowAndShrink) {
-  const std::int64_t counts[] = {300, 300};
-  const AttentionCase c = testing::random_case(random_, shape(), 1, counts);
+  const AttentionCase c = testing::random_case(random_, shape(), 1, 300);
   const int d = shape().head_dim;
-  std::vector<Buffer> rows;
-  std::vector<RowSpan> spans;
-  for (const std::vector<std::byte>& bytes : c.rows) {
-    rows.push_back(upload(*backend_, bytes));
-    spans.push_back({rows.back().data(), 300});
-  }
+  auto [buffer, spans] = testing::upload_heads(*backend_, c.rows, shape().row_bytes());
   const Buffer sums = backend_->allocate(backend_->info().compute_tier,
                                          static_cast<std::size_t>(2 * d) * sizeof(float));
   backend_->queue->run(SumValuesParams{shape(), spans, sums.floats(), false});
@@ -413,18 +401,12 @@ TEST_P(AttendSelected, SumsOfValuesGrowAndShrink) {
 }
 
 TEST_P(AttendSelected, ColumnSumsAreTheProbesWeights) {
-  const std::int64_t counts[] = {400, 400};
-  AttentionCase c = testing::random_case(random_, shape(), 5, counts);
+  AttentionCase c = testing::random_case(random_, shape(), 5, 400);
   const std::vector<std::int64_t> probes = {3, 130, 255, 380, 399};
   const Buffer q = upload(*backend_, c.q);
-  std::vector<Buffer> rows;
-  std::vector<RowSpan> spans;
-  for (const std::vector<std::byte>& bytes : c.rows) {
-    rows.push_back(upload(*backend_, bytes));
-    spans.push_back({rows.back().data(), 400});
-  }
+  const testing::UploadedHeads rows = testing::upload_heads(*backend_, c.rows, shape().row_bytes());
   const Buffer sums = backend_->allocate(Tier::host, 400 * sizeof(float));
-  backend_->queue->run(ColumnSumsParams{q.floats(), probes, shape(), spans, sums.floats()});
+  backend_->queue->run(ColumnSumsParams{q.floats(), probes, shape(), rows.spans, sums.floats()});
   backend_->synchronize();
   std::vector<double> expected(400);
   for (std::size_t probe = 0; probe < probes.size(); ++probe) {

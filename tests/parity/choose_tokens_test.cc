@@ -22,12 +22,14 @@ using testing::NamedBackend;
 using testing::Random;
 using testing::upload;
 
+// ZipVL keeps the newest tokens in any case; Sluice's blocks are its own.
+constexpr std::int64_t kNewest = 64;
+constexpr std::int64_t kBlock = 512;
+
 struct Case {
   std::int64_t first = 0;
   std::int64_t end = 0;
   double tau = 1.0;
-  std::int64_t newest = 64;
-  std::int64_t block = 512;
   std::vector<float> sums;
   std::vector<std::int64_t> probes;
 
@@ -62,8 +64,6 @@ Case random_case(Random& random, Kind kind, std::int64_t first, std::int64_t tok
   c.first = first;
   c.end = first + tokens;
   c.tau = tau;
-  c.newest = random.integer(0, 1) == 0 ? 64 : 1;
-  c.block = random.integer(0, 1) == 0 ? 512 : 100;
   c.sums = sums_of(random, kind, c.end);
   // Those of earlier tokens are nobody's business.
   std::fill_n(c.sums.begin(), first, std::nanf(""));
@@ -112,7 +112,7 @@ std::vector<std::uint8_t> listed_of(const Case& c, const std::vector<std::size_t
                                     std::size_t count) {
   std::vector<std::uint8_t> listed(static_cast<std::size_t>(c.end));
   for (std::int64_t t = 0; t < c.end; ++t) {
-    const bool is_newest = t >= std::max(c.first, c.end - c.newest);
+    const bool is_newest = t >= std::max(c.first, c.end - kNewest);
     listed[static_cast<std::size_t>(t)] = t < c.first || is_newest ? 1 : 0;
   }
   for (std::size_t i = 0; i < count; ++i) listed[static_cast<std::size_t>(c.first) + order[i]] = 1;
@@ -137,8 +137,6 @@ class ChooseTokens : public ::testing::TestWithParam<NamedBackend> {
     p.end = c.end;
     p.probes = c.probes;
     p.tau = c.tau;
-    p.newest = c.newest;
-    p.block = c.block;
     p.listed = reinterpret_cast<std::uint8_t*>(listed.data());
     p.positions = reinterpret_cast<std::int32_t*>(positions.data());
     p.seen = reinterpret_cast<std::int32_t*>(seen.data());
@@ -151,8 +149,7 @@ class ChooseTokens : public ::testing::TestWithParam<NamedBackend> {
 
   void check(const Case& c) {
     SCOPED_TRACE("first " + std::to_string(c.first) + " end " + std::to_string(c.end) + " tau " +
-                 std::to_string(c.tau) + " newest " + std::to_string(c.newest) + " block " +
-                 std::to_string(c.block));
+                 std::to_string(c.tau));
     const Choice choice = run(c);
     EXPECT_EQ(choice.bad, 0);
     const std::vector<std::size_t> order = order_of(c);
@@ -172,7 +169,7 @@ class ChooseTokens : public ::testing::TestWithParam<NamedBackend> {
     positions.resize(choice.positions.size(), -1);
     EXPECT_EQ(choice.positions, positions);
     for (std::int64_t t = c.first; t < c.end; ++t) {
-      const std::int64_t block = std::max(c.first, t / c.block * c.block);
+      const std::int64_t block = std::max(c.first, t / kBlock * kBlock);
       ASSERT_EQ(choice.seen[static_cast<std::size_t>(t - c.first)],
                 before[static_cast<std::size_t>(block)])
           << t;

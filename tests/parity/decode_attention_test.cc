@@ -131,9 +131,7 @@ TEST_P(AttentionParityOfShapes, AttendsForOneTokenOfAnyGroupAndLength) {
     for (const std::int64_t count : {std::int64_t{1}, std::int64_t{127}, std::int64_t{128},
                                      std::int64_t{129}, random_.integer(2, 1000)}) {
       SCOPED_TRACE(::testing::Message() << "group " << group << " rows " << count);
-      // The second head has another count, often none.
-      const std::int64_t counts[] = {count, count / 128};
-      AttentionCase c = random_case(random_, shape(2, group), 1, counts);
+      AttentionCase c = random_case(random_, shape(2, group), 1, count);
       show_all(c);
       check(c);
       if (HasFatalFailure()) return;
@@ -145,8 +143,7 @@ INSTANTIATE_TEST_SUITE_P(, AttentionParityOfShapes, ::testing::ValuesIn(testing:
                          testing::parameter_name);
 
 TEST_P(AttentionParity, LongContext) {
-  const std::int64_t counts[] = {20000, 1111};
-  AttentionCase c = random_case(random_, shape(2, 8), 1, counts);
+  AttentionCase c = random_case(random_, shape(2, 8), 1, 20000);
   // Logits with a deviation of 4, so that few rows dominate and partials differ in weight.
   for (float& value : c.q) value *= 4;
   show_all(c);
@@ -178,16 +175,9 @@ TEST_P(AttentionParity, CapacityChangesNothing) {
 
 TEST_P(AttentionParity, AttendsForOneTokenOfManyHeads) {
   constexpr int kHeads = 50;
-  for (const bool differ : {false, true}) {
-    std::vector<std::int64_t> counts(kHeads, random_.integer(260, 400));
-    for (std::int64_t& count : counts) {
-      if (differ) count = random_.integer(0, 2) * random_.integer(0, 250);
-    }
-    AttentionCase c = random_case(random_, shape(kHeads, 2), 1, counts);
-    show_all(c);
-    check(c);
-    if (HasFatalFailure()) return;
-  }
+  AttentionCase c = random_case(random_, shape(kHeads, 2), 1, random_.integer(260, 400));
+  show_all(c);
+  check(c);
 }
 
 // More tiles than a GPU has workers, most of which serve parts of several heads.

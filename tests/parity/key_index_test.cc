@@ -26,8 +26,7 @@ using sluice::testing::NamedBackend;
 using sluice::testing::Random;
 
 AttentionCase random_keys(Random& random, const KvShape& shape, std::int64_t tokens) {
-  const std::vector<std::int64_t> counts(static_cast<std::size_t>(shape.kv_heads), tokens);
-  return testing::random_case(random, shape, 1, counts);
+  return testing::random_case(random, shape, 1, tokens);
 }
 
 std::vector<AttentionCase> random_sequences(Random& random, const KvShape& shape,

@@ -269,8 +269,7 @@ TEST_P(ListedPages, MeansAreOfWholePages) {
   }
   for (const KvShape& shape : shapes) {
     const int head_dim = shape.head_dim;
-    const std::int64_t counts[] = {3 * kPageTokens, 3 * kPageTokens};
-    const AttentionCase c = random_case(random_, shape, 1, counts);
+    const AttentionCase c = random_case(random_, shape, 1, 3 * kPageTokens);
     std::vector<std::byte> rows = c.rows[0];
     rows.insert(rows.end(), c.rows[1].begin(), c.rows[1].end());
     const Buffer uploaded = upload(*backend_, rows);
@@ -407,8 +406,7 @@ TEST_P(AttentionParityOfShapes, AttendsToListedPages) {
     const std::int64_t before = random_.integer(0, 900);
     SCOPED_TRACE(::testing::Message()
                  << "group " << group << " tokens " << tokens << " rows before " << before);
-    const std::int64_t counts[] = {before + tokens, before + tokens};
-    AttentionCase c = random_case(random_, shape(2, group), tokens, counts);
+    AttentionCase c = random_case(random_, shape(2, group), tokens, before + tokens);
     c.first_query_position = before;
     const ListedAttention listed(random_, *backend_, c);
     testing::AttentionRun run(*backend_, c);

@@ -30,9 +30,7 @@ TEST_P(AttentionParityOfShapes, PrefillsChunksUnderACausalMask) {
     const std::int64_t before = random_.integer(0, 200);
     SCOPED_TRACE(::testing::Message()
                  << "group " << group << " tokens " << tokens << " rows before " << before);
-    // The second head misses the newest rows, as after eviction.
-    const std::int64_t counts[] = {before + tokens, (before + tokens) / 2};
-    AttentionCase c = random_case(random_, shape(2, group), tokens, counts);
+    AttentionCase c = random_case(random_, shape(2, group), tokens, before + tokens);
     c.first_row_position = random_.integer(0, 1 << 20);
     c.first_query_position = c.first_row_position + before;
     check(c);
@@ -49,8 +47,7 @@ TEST_P(AttentionParityOfShapes, SeesThroughAWindow) {
         SCOPED_TRACE(::testing::Message() << "group " << group << " tokens " << tokens
                                           << " rows before " << before << " window " << window);
         const std::int64_t count = before + tokens;
-        const std::int64_t counts[] = {count};
-        AttentionCase c = random_case(random_, shape(1, group), tokens, counts);
+        AttentionCase c = random_case(random_, shape(1, group), tokens, count);
         c.first_row_position = random_.integer(0, 1 << 20);
         c.first_query_position = c.first_row_position + before;
         c.window = window;
@@ -86,8 +83,7 @@ TEST_P(AttentionParityOfShapes, TokensSeeWhatTheyAreSaidToSee) {
   for (const int group : {1, 4, 5}) {
     for (const std::int64_t tokens : {std::int64_t{2}, random_.integer(30, 500 / group)}) {
       SCOPED_TRACE(::testing::Message() << "group " << group << " tokens " << tokens);
-      const std::int64_t counts[] = {400, 150};
-      AttentionCase c = random_case(random_, shape(2, group), tokens, counts);
+      AttentionCase c = random_case(random_, shape(2, group), tokens, 400);
       c.seen = random_steps(random_, tokens, 300);
       check(c);
       AttentionRun run(*backend_, c);
@@ -102,8 +98,7 @@ TEST_P(AttentionParityOfShapes, TokensSeeWhatTheyAreSaidToSee) {
 
 TEST_P(AttentionParityOfShapes, MergedPartialsEqualTheWhole) {
   for (const std::int64_t tokens : {1, 40}) {
-    const std::int64_t counts[] = {900, 500};
-    AttentionCase c = random_case(random_, shape(2, 4), tokens, counts);
+    AttentionCase c = random_case(random_, shape(2, 4), tokens, 900);
     c.first_query_position = 870;
     AttentionRun run(*backend_, c);
     std::int64_t begin = 0;
@@ -121,30 +116,27 @@ INSTANTIATE_TEST_SUITE_P(, AttentionParityOfShapes, ::testing::ValuesIn(testing:
                          testing::parameter_name);
 
 TEST_P(AttentionParity, LongContextOfAChunk) {
-  const std::int64_t counts[] = {5000};
-  AttentionCase c = random_case(random_, shape(1, 4), 9, counts);
+  AttentionCase c = random_case(random_, shape(1, 4), 9, 5000);
   c.first_query_position = 4991;
   check(c);
 }
 
 TEST_P(AttentionParity, LongContextInSteps) {
-  const std::int64_t counts[] = {5000};
-  AttentionCase c = random_case(random_, shape(1, 4), 70, counts);
+  AttentionCase c = random_case(random_, shape(1, 4), 70, 5000);
   for (int t = 0; t < 70; ++t) c.seen.push_back(t < 20 ? 0 : t < 45 ? 1033 : 4990);
   check(c);
 }
 
 TEST_P(AttentionParity, EmptyPartialIsZeroWithNoWeight) {
-  const std::int64_t counts[] = {0, 5};
-  AttentionCase c = random_case(random_, shape(2, 2), 3, counts);
-  c.first_row_position = 2;  // the first two tokens see nothing of the second head either
+  AttentionCase c = random_case(random_, shape(2, 2), 3, 5);
+  c.first_row_position = 2;  // the first two tokens see nothing
   AttentionRun run(*backend_, c);
   run.attend();
   const Partial partial = run.result();
-  for (std::size_t i = 0; i < 10; ++i) {
+  for (std::size_t i = 0; i < 8; ++i) {
     EXPECT_EQ(partial.lse[i], -std::numeric_limits<float>::infinity()) << i;
   }
-  for (std::size_t i = 0; i < 10 * static_cast<std::size_t>(c.shape.head_dim); ++i) {
+  for (std::size_t i = 0; i < 8 * static_cast<std::size_t>(c.shape.head_dim); ++i) {
     ASSERT_EQ(partial.out[i], 0.0f) << i;
   }
   testing::expect_parity(c, partial, rounding());
@@ -152,8 +144,7 @@ TEST_P(AttentionParity, EmptyPartialIsZeroWithNoWeight) {
 
 TEST_P(AttentionParity, MergingNothingChangesNothing) {
   for (const std::int64_t tokens : {1, 30}) {
-    const std::int64_t counts[] = {200};
-    AttentionCase c = random_case(random_, shape(1, 4), tokens, counts);
+    AttentionCase c = random_case(random_, shape(1, 4), tokens, 200);
     c.first_query_position = 200;
     AttentionRun run(*backend_, c);
     run.attend();
@@ -167,8 +158,7 @@ TEST_P(AttentionParity, MergingNothingChangesNothing) {
 
 TEST_P(AttentionParity, MergesIntoAnEmptyPartial) {
   for (const std::int64_t tokens : {1, 30}) {
-    const std::int64_t counts[] = {300};
-    AttentionCase c = random_case(random_, shape(1, 4), tokens, counts);
+    AttentionCase c = random_case(random_, shape(1, 4), tokens, 300);
     c.first_query_position = 300;
     AttentionRun run(*backend_, c);
     run.attend({0, 0});
@@ -179,8 +169,7 @@ TEST_P(AttentionParity, MergesIntoAnEmptyPartial) {
 
 TEST_P(AttentionParity, HugeLogitsDoNotOverflow) {
   for (const std::int64_t tokens : {1, 40}) {
-    const std::int64_t counts[] = {400, 400};
-    AttentionCase c = random_case(random_, shape(2, 4), tokens, counts);
+    AttentionCase c = random_case(random_, shape(2, 4), tokens, 400);
     // Exact in bf16, so that a logit of 10,000 is not off by more than its own rounding.
     for (float& value : c.q) value = bf16_to_float(float_to_bf16(value * 3000));
     c.first_query_position = 380;
@@ -203,8 +192,7 @@ TEST_P(AttentionParity, HugeLogitsDoNotOverflow) {
 
 TEST_P(AttentionParity, EnormousKeysDoNotHideOthers) {
   for (const std::int64_t tokens : {1, 40}) {
-    const std::int64_t counts[] = {300, 300};
-    AttentionCase c = random_case(random_, shape(2, 4), tokens, counts);
+    AttentionCase c = random_case(random_, shape(2, 4), tokens, 300);
     for (float& value : c.q) value = std::abs(value) + 0.5f;
     c.first_query_position = 300;
     // The most negative key there is: logits of about -10^38 (-10^4 in f16), or -inf once summed.
@@ -220,23 +208,9 @@ TEST_P(AttentionParity, EnormousKeysDoNotHideOthers) {
 
 TEST_P(AttentionParity, NaNStaysNaNAndStaysInItsHead) {
   for (const std::int64_t tokens : {1, 40}) {
-    const std::int64_t counts[] = {300, 300};
-    AttentionCase c = random_case(random_, shape(2, 4), tokens, counts);
+    AttentionCase c = random_case(random_, shape(2, 4), tokens, 300);
     c.first_query_position = 300;
     set_row_element(c, 0, 150, 7, std::numeric_limits<float>::quiet_NaN());
-    check(c);
-    if (HasFatalFailure()) return;
-    if (tokens == 1) check_in_batch(c);
-    if (HasFatalFailure()) return;
-  }
-}
-
-TEST_P(AttentionParity, NegativeScale) {
-  for (const std::int64_t tokens : {1, 40}) {
-    const std::int64_t counts[] = {300};
-    AttentionCase c = random_case(random_, shape(1, 4), tokens, counts);
-    c.first_query_position = 280;
-    c.scale = -c.scale;
     check(c);
     if (HasFatalFailure()) return;
     if (tokens == 1) check_in_batch(c);

@@ -16,26 +16,25 @@
 
 namespace sluice::testing {
 
-// Standard normal queries, keys and values; `counts` rows for each KV head.
+// Standard normal queries, keys and values; `count` rows for each KV head.
 inline AttentionCase random_case(Random& random, const KvShape& shape, std::int64_t tokens,
-                                 std::span<const std::int64_t> counts) {
+                                 std::int64_t count) {
   AttentionCase c;
   c.shape = shape;
   c.tokens = tokens;
   c.scale = 1.0f / std::sqrt(static_cast<float>(shape.head_dim));
   c.q = random.normal(tokens * shape.query_heads * shape.head_dim);
-  for (std::size_t head = 0; head < counts.size(); ++head) {
-    c.rows.emplace_back(static_cast<std::size_t>(counts[head]) * shape.row_bytes());
-    const std::vector<float> values = random.normal(counts[head] * 2 * shape.head_dim);
-    for (std::int64_t i = 0; i < 2 * counts[head]; ++i) {
-      set_row_part(c, static_cast<int>(head), i / 2, static_cast<int>(i % 2),
-                   values.data() + i * shape.head_dim);
+  for (int head = 0; head < shape.kv_heads; ++head) {
+    c.rows.emplace_back(static_cast<std::size_t>(count) * shape.row_bytes());
+    const std::vector<float> values = random.normal(count * 2 * shape.head_dim);
+    for (std::int64_t i = 0; i < 2 * count; ++i) {
+      set_row_part(c, head, i / 2, static_cast<int>(i % 2), values.data() + i * shape.head_dim);
     }
   }
   return c;
 }
 
-// A range of rows of every KV head: [begin, end), clipped to each head's count.
+// A range of rows of every KV head: [begin, end), clipped to their count.
 struct RowRange {
   std::int64_t begin = 0;
   std::int64_t end = std::numeric_limits<std::int64_t>::max();
@@ -49,10 +48,10 @@ struct Partial {
 // Copies a case to a backend's memory once and attends over parts of it.
 class AttentionRun {
  public:
-  AttentionRun(Device& backend, const AttentionCase& c) : backend_(backend), case_(c) {
+  AttentionRun(Device& backend, const AttentionCase& c)
+      : backend_(backend), case_(c), rows_(upload_heads(backend, c.rows, c.shape.row_bytes())) {
     q_ = upload(backend, c.q);
     seen_ = upload(backend, c.seen);
-    for (const std::vector<std::byte>& rows : c.rows) rows_.push_back(upload(backend, rows));
     const auto queries = static_cast<std::size_t>(c.tokens * c.shape.query_heads);
     lse_ = backend.allocate(backend.info().compute_tier, queries * sizeof(float));
     out_ = backend.allocate(backend.info().compute_tier,
@@ -60,14 +59,11 @@ class AttentionRun {
   }
 
   void attend(const RowRange& range = {}, bool merge = false) {
-    std::vector<RowSpan> spans;
-    for (std::size_t head = 0; head < rows_.size(); ++head) {
-      const std::int64_t count = case_.count(static_cast<int>(head));
-      const std::int64_t begin = std::min(range.begin, count);
-      const std::int64_t end = std::min(range.end, count);
-      const std::size_t offset = static_cast<std::size_t>(begin) * case_.shape.row_bytes();
-      const std::byte* const rows = rows_[head].data();
-      spans.push_back({rows == nullptr ? nullptr : rows + offset, end - begin});
+    std::vector<RowSpan> spans = rows_.spans;
+    for (RowSpan& span : spans) {
+      const std::int64_t begin = std::min(range.begin, span.count);
+      span.count = std::min(range.end, span.count) - begin;
+      if (begin > 0) span.rows += static_cast<std::size_t>(begin) * case_.shape.row_bytes();
     }
     AttendParams p;
     p.q = q_.floats();
@@ -96,7 +92,7 @@ class AttentionRun {
   const AttentionCase& case_;
   Buffer q_;
   Buffer seen_;
-  std::vector<Buffer> rows_;
+  UploadedHeads rows_;
   Buffer out_;
   Buffer lse_;
 };

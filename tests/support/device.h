@@ -42,4 +42,22 @@ std::vector<T> download(Device& device, const Buffer& buffer) {
   return values;
 }
 
+// Rows of KV heads in one buffer, at equal distances.
+struct UploadedHeads {
+  Buffer buffer;
+  std::vector<RowSpan> spans;
+};
+inline UploadedHeads upload_heads(Device& device, const std::vector<std::vector<std::byte>>& heads,
+                                  std::size_t row_bytes) {
+  std::vector<std::byte> all;
+  for (const std::vector<std::byte>& head : heads) all.insert(all.end(), head.begin(), head.end());
+  UploadedHeads uploaded{upload(device, all), {}};
+  const std::byte* rows = uploaded.buffer.data();
+  for (const std::vector<std::byte>& head : heads) {
+    uploaded.spans.push_back({rows, static_cast<std::int64_t>(head.size() / row_bytes)});
+    rows += head.size();
+  }
+  return uploaded;
+}
+
 }  // namespace sluice::testing

@@ -50,18 +50,13 @@ class IndexedCase {
   void build() {
     for (std::size_t i = 0; i < sequences_.size(); ++i) {
       const AttentionCase& c = sequences_[i];
-      std::vector<Buffer> rows;
-      std::vector<RowSpan> spans;
-      for (const auto& of_head : c.rows) {
-        rows.push_back(upload(backend_, of_head));
-        spans.push_back({rows.back().data(), c.count(0)});
-      }
+      const UploadedHeads rows = upload_heads(backend_, c.rows, shape_.row_bytes());
       BuildIndexParams p;
       p.shape = shape_;
       p.index = view_;
       p.sequence = static_cast<std::int32_t>(i);
       p.pages = c.count(0) / kPageTokens;
-      p.rows = spans;
+      p.rows = rows.spans;
       p.bad = flags();
       if (p.pages > 0) backend_.queue->run(p);
       backend_.synchronize();

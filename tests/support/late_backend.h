@@ -236,7 +236,6 @@ class LateQueue : public cpu::CpuQueue {
     own(p.host, kept);
   }
   static void keep(AttendParams& p, Kept& kept) { own(p.rows, kept); }
-  static void keep(GatherParams& p, Kept& kept) { own(p.counts, kept); }
   static void keep(SumValuesParams& p, Kept& kept) { own(p.rows, kept); }
   static void keep(BuildIndexParams& p, Kept& kept) { own(p.rows, kept); }
   static void keep(BuildValuesParams& p, Kept& kept) { own(p.rows, kept); }

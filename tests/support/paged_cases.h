@@ -24,8 +24,7 @@ enum class Places { device, host, both, either };
 // The newest `tokens` tokens of a sequence of length `count`.
 inline AttentionCase newest_case(Random& random, const KvShape& shape, std::int64_t count,
                                  std::int64_t tokens = 1) {
-  const std::vector<std::int64_t> counts(static_cast<std::size_t>(shape.kv_heads), count);
-  AttentionCase c = random_case(random, shape, tokens, counts);
+  AttentionCase c = random_case(random, shape, tokens, count);
   c.first_query_position = count - tokens;
   return c;
 }

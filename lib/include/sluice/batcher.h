@@ -2,10 +2,10 @@
 //
 // A request becomes one sequence per choice. Sequences that have their prompt take a step together,
 // one token each; a prompt is computed in chunks between those steps, short enough that the other
-// sequences keep their pace. When blocks run out, finished sequences kept as a prefix cache go
-// first, then the running one of the lowest priority, newest first; it is computed anew later and
-// goes on where it was. So does one, once, whose rows a disk has lost. A sequence gets the text
-// that it would get by itself, except for rounding.
+// sequences keep their pace. When blocks run out, finished sequences in the prefix cache are
+// evicted first, then the running sequence of the lowest priority, the newest of several, is
+// preempted: it is computed again later and continues. A sequence whose rows a disk has lost is
+// computed again, too, once. Text is what the sequence would get alone, except for rounding.
 //
 // All functions may be called from any thread. One thread of the batcher computes.
 #pragma once

@@ -62,10 +62,10 @@ struct EngineConfig {
   std::optional<WeightFormat> weights;
   // Caps in bytes on all sessions together. The device cap is the size of the device tier; on a
   // GPU it also covers weights and activations. Without it the CPU attends rows in host memory,
-  // and a GPU's free memory less 512 MiB for the driver is the cap. Engine::plan() does not check a
-  // cap that is set against a GPU's free memory. The host cap covers everything that is not on the
-  // device;
-  // with or without it no plan takes more than the process limits leave (sluice/topology.h).
+  // and a GPU's free memory less 512 MiB for the driver is the cap. Engine::plan() does not compare
+  // a cap that is set with a GPU's free memory. The host cap covers everything that is not on the
+  // device; with or without it no plan takes more than the process limits leave
+  // (sluice/topology.h).
   std::optional<std::uint64_t> device_memory;
   std::optional<std::uint64_t> host_memory;
   // Where rows go that host_memory does not hold, or without host_memory half of the memory that
@@ -157,9 +157,8 @@ struct SessionOptions {
   std::vector<Policy> policies;  // accepted by Session::use(); the first is in force.
                                  // None: dense
   // Most tokens of one session per step of decode_known() and of decode() with drafts, 1 to 64 and
-  // at most the chunk. Unused if all
-  // policies are dense: a step then has as many tokens as a prefill step, and fetches rows once for
-  // all of them.
+  // at most the chunk. Unused if all policies are dense, because a step then has as many tokens as
+  // a prefill step.
   int decode_batch = 1;
   // Fills LayerSelection::positions, to inspect selections. It takes device and host memory for the
   // positions of all layers, and copies them to the host in every step.
@@ -304,9 +303,9 @@ class Session {
 
   // Appends tokens. Returns the logits [vocabulary] after the last one, valid until this session's
   // next call; empty if `progress` or `stops` stopped it. Once `stops` returns true, the chunk
-  // being computed is given up after its layer, and the tokens of the chunks before stay; only
-  // behind a part of a page (128 tokens) of a session with rows on disk it is computed to its end.
-  // A prompt under `prefill=zipvl` keeps none. Throws Error{prompt} if `tokens` is empty or does
+  // being computed is given up after its layer, and the tokens of earlier chunks stay (none under
+  // `prefill=zipvl`). In a session with rows on disk, a chunk that begins within a page of 128
+  // tokens is computed to its end instead. Throws Error{prompt} if `tokens` is empty or does
   // not fit the planned context. Under `prefill=zipvl` throws Error{unsupported}, before anything
   // is computed, if the rows cannot be contiguous: for forks, and if sessions that share memory
   // leave no run of rows that long (plan a session that shares none).

@@ -41,7 +41,7 @@ namespace sluice {
 // is complete and checked by its checksums when it is read. The files have no names and vanish with
 // the process.
 struct DiskConfig {
-  // On local disks; pages go round them. File systems in memory or on a network are refused.
+  // On local disks, which take pages in turns. File systems in memory or on a network are refused.
   std::vector<std::filesystem::path> directories;
   std::optional<std::uint64_t> bytes;  // most bytes in all; unset: as many as the rows take
 };

@@ -7,10 +7,10 @@
 //   wish.machine = sluice::find_machine("rtx4090");
 //   const sluice::AdvisedPlan plan = sluice::advise(wish);
 //
-// Bytes are those that Engine::plan() gives for the same settings, as it is what counts them.
-// Losses are a table of sluice-22m, times a formula fitted to measurements on two GPUs: both
-// predictions. The choice depends on sizes, caps and the table of losses alone, unless
-// PlanWish::fastest asks for predicted times.
+// Bytes are counted by Engine::plan(). Losses and times are predictions: losses by a table measured
+// with sluice-22m, times by a formula fitted to measurements on two GPUs. The choice depends on
+// sizes, caps and the table of losses alone, unless PlanWish::fastest asks for the predicted times
+// to decide.
 #pragma once
 
 #include <cstdint>
@@ -69,8 +69,8 @@ struct PlanWish {
   std::filesystem::path model;  // a checkpoint, or
   std::string shape;         // one of shape_names(), or a config.json of a model that is not here
   std::int64_t context = 0;  // tokens; required
-  // The machine to plan for. Unset: this one, whose limits then count, too, with `device`; times
-  // are not predicted then.
+  // The machine to plan for. Unset: this machine with `device`; then the limits of this process
+  // count, too, and times are not predicted.
   std::optional<Machine> machine = std::nullopt;
   std::string device = "cpu";
   // Caps in bytes, as in EngineConfig.
@@ -78,7 +78,7 @@ struct PlanWish {
   std::optional<std::uint64_t> host_memory = std::nullopt;
   std::optional<DiskConfig> disk = std::nullopt;
   // Most KL divergence of everything that is chosen, weights included unless `weights` is set.
-  // Unset: kUsualLoss for all but weights, which lose bits only where they have to.
+  // Unset: kUsualLoss for all but weights, which are coded only if they do not fit otherwise.
   std::optional<double> loss = std::nullopt;
   // Settings that are not chosen but given.
   std::optional<WeightFormat> weights = std::nullopt;

@@ -96,8 +96,8 @@ struct Budget {
 // to the pages that a block of queries chooses, see lib/backend/page_ops.h.
 struct SparsePrefill {
   double tau = 0.0;  // share of the probes' attention that the important tokens carry; 0: dense
-  // True, as in the paper: the other tokens attend to nothing and are never attended again; every
-  // layer gives the memory of its own choice of rows back while the prompt is read. False: every
+  // True, as in the paper: the other tokens attend to nothing and are never attended again; each
+  // layer frees the rows that it did not choose, while the prompt is being computed. False: every
   // token attends to the important ones and to its own block of 512, and may be attended later.
   bool evict = false;
   double pages = 0.0;  // share of the weight, estimated by means, that listed pages carry; 0: all
@@ -162,10 +162,10 @@ struct Policy {
   // Returns true if `layer` compensates for dropped tokens in this way.
   bool compensates(int layer, Compensation by) const;
 
-  // How early `layer` decides which rows it attends to. Only layers that attend to some of the rows
-  // do: not the first, not dense ones, not those that keep nothing that is estimated. A whole layer
-  // early is half a layer before layer 3, whose inputs say little about the next layer's query, and
-  // where layers share selections. A follower knows its rows from its anchor and loses nothing.
+  // How early `layer` decides which rows it attends to. Never early: the first layer, dense layers,
+  // and layers that keep no estimated token. Early::layer counts as Early::half in layers below 3,
+  // whose inputs say little about the next layer's query, and where layers share selections. A
+  // follower knows its rows from its anchor and loses nothing.
   Early early_at(int layer) const;
   // True if some layer of a model of `layers` layers decides this early.
   bool any_early(int layers, Early how) const;

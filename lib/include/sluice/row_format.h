@@ -12,7 +12,7 @@ namespace sluice {
 // Rows start on cache lines: misaligned rows were measured 4 to 18 times slower over PCIe.
 inline constexpr std::size_t kRowAlignment = 64;
 
-// Coded rows are smaller than rows of elements; lib/row_code.h defines their bytes.
+// Coded rows are smaller than rows of elements; sluice/row_code.h defines their bytes.
 enum class RowCode : std::uint8_t {
   elements,  // not coded: values of a DType
   int8,      // scale * code, with a scale each for K and for V

@@ -17,42 +17,25 @@ const std::byte* at(std::size_t offset) {
   return memory.data() + offset;
 }
 
-TEST(HeadRowsTest, FollowsEqualDistancesForAnyNumberOfHeads) {
-  std::vector<const std::byte*> heads;
-  for (std::size_t i = 0; i < 2048; ++i) heads.push_back(at(4096 + 512 * i));
+TEST(HeadRowsTest, FollowEqualDistancesForAnyNumberOfHeads) {
+  std::vector<std::byte> memory(2048 * 512);
+  std::vector<std::byte*> heads;
+  for (std::size_t i = 0; i < 2048; ++i) heads.push_back(memory.data() + 512 * i);
   const HeadRows rows = head_rows(heads);
-  EXPECT_FALSE(rows.is_listed);
   for (int i = 0; i < 2048; ++i) ASSERT_EQ(rows[i], heads[static_cast<std::size_t>(i)]);
 }
 
-TEST(HeadRowsTest, ListsAFewHeadsAnywhere) {
-  const std::vector<const std::byte*> heads = {at(4096), at(64), at(9000), nullptr};
-  const HeadRows rows = head_rows(heads);
-  for (int i = 0; i < 4; ++i) EXPECT_EQ(rows[i], heads[static_cast<std::size_t>(i)]);
-  EXPECT_EQ(head_rows(std::vector<const std::byte*>{at(64)})[0], at(64));
-  EXPECT_EQ(head_rows(std::vector<const std::byte*>{}).base, nullptr);
+TEST(HeadRowsTest, HaveOneCount) {
+  const HeadRows rows = head_rows(std::vector<RowSpan>{{at(64), 77}, {at(128), 77}, {at(192), 77}});
+  EXPECT_EQ(rows.count, 77);
+  EXPECT_EQ(rows[2], at(192));
+  EXPECT_EQ(head_rows(std::vector<RowSpan>{{at(64), 5}})[0], at(64));
+  EXPECT_EQ(head_rows(std::vector<RowSpan>{}).base, nullptr);
 }
 
-TEST(HeadRowsTest, RefusesManyHeadsAnywhere) {
-  std::vector<const std::byte*> heads(HeadRows::kListed + 1, at(64));
-  heads[3] = at(128);
-  try {
-    static_cast<void>(head_rows(heads));
-    FAIL();
-  } catch (const Error& error) {
-    EXPECT_EQ(error.code(), ErrorCode::unsupported);
-  }
-}
-
-TEST(HeadCountsTest, AreOneNumberOrAList) {
-  const std::vector<RowSpan> equal(2048, RowSpan{nullptr, 77});
-  EXPECT_FALSE(head_counts(equal).is_listed);
-  EXPECT_EQ(head_counts(equal).uniform, 77);
-  const std::vector<RowSpan> differing = {{nullptr, 5}, {nullptr, 0}, {nullptr, 9}};
-  const HeadCounts counts = head_counts(differing);
-  EXPECT_EQ(counts[0], 5);
-  EXPECT_EQ(counts[1], 0);
-  EXPECT_EQ(counts[2], 9);
+TEST(HeadRowsTest, HeadsThatDifferEndTheProgram) {
+  EXPECT_DEATH(head_rows(std::vector<RowSpan>{{at(0), 1}, {at(64), 1}, {at(192), 1}}), "distance");
+  EXPECT_DEATH(head_rows(std::vector<RowSpan>{{at(0), 1}, {at(64), 2}}), "number");
 }
 
 TEST(AddressMapTest, KnowsRunsAndWhatCrossesThem) {

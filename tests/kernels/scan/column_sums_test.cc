@@ -105,9 +105,12 @@ class ColumnSums : public ::testing::Test {
     };
     const PinnedBlock sums = make_pinned_block(static_cast<std::size_t>(c.count) * sizeof(float));
     std::memset(sums.get(), 0x55, static_cast<std::size_t>(c.count) * sizeof(float));
+    std::vector<std::uint16_t> all;
+    for (const auto& head : c.rows) all.insert(all.end(), head.begin(), head.end());
+    const auto* const first = static_cast<const std::byte*>(upload(all));
     std::vector<RowSpan> rows;
-    for (const auto& head : c.rows) {
-      rows.push_back({static_cast<const std::byte*>(upload(head)), c.count});
+    for (std::size_t head = 0; head < c.rows.size(); ++head) {
+      rows.push_back({first + head * c.rows[0].size() * sizeof(std::uint16_t), c.count});
     }
     ColumnSumsParams p;
     p.q = static_cast<const float*>(upload(c.q));

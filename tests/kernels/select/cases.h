@@ -22,7 +22,7 @@
 namespace sluice::cuda {
 
 using sluice::testing::Random;
-// Of f16 values; rows are `columns` apart, and `capacity` is set.
+// Of f16 values; `capacity` is set.
 using Case = sluice::testing::SelectCase;
 
 template <typename T>
@@ -89,12 +89,11 @@ class Problem {
     params_.shape = c.shape;
     params_.batch = {tokens_.data(), std::ssize(c.tokens), c.context};
     if (!c.logits.empty()) {
-      params_.logits = {reinterpret_cast<std::byte*>(logits_.data()), c.columns};
+      params_.logits = {reinterpret_cast<std::byte*>(logits_.data()), stride_of(c)};
     }
     if (digested) {
       params_.logits.digest = LogitDigest::in(digest_.data(), c.rows(), c.columns);
-      // weigh_pages() reads eight logits at once.
-      if (c.columns % 8 == 0) params_.logits.digest.weights = page_weights_.data();
+      params_.logits.digest.weights = page_weights_.data();
     }
     params_.skip_newest = c.skip_newest;
     if (!c.candidates.empty()) {
@@ -165,9 +164,20 @@ class Problem {
     a.masses.assign(all.masses,
                     all.masses + case_.heads() * PageWeights::slices_of(a.pages) * group);
   }
+  static std::int64_t stride_of(const Case& c) {
+    constexpr std::int64_t kUnit = LogitView::kLogitAlignment;
+    return (c.columns + kUnit - 1) / kUnit * kUnit;
+  }
+  // [rows, stride], NaN from `columns` on.
   static std::vector<std::uint16_t> halves(const Case& c) {
     std::vector<std::uint16_t> bits;
-    for (const float x : c.logits) bits.push_back(float_to_f16(x));
+    for (std::size_t i = 0; i < c.logits.size(); ++i) {
+      bits.push_back(float_to_f16(c.logits[i]));
+      const auto row = static_cast<std::int64_t>(i + 1) / c.columns;
+      if (static_cast<std::int64_t>(i + 1) % c.columns == 0) {
+        bits.resize(static_cast<std::size_t>(row * stride_of(c)), 0x7e5a);
+      }
+    }
     return bits;
   }
   // What a scan notes of whole pages; of others, nonsense.
@@ -349,7 +359,6 @@ inline Case random_case(Random& random, std::int64_t count) {
     }
   }
   c.columns = entries + 8 + (random.integer(0, 1) == 1 ? random.integer(0, 9) : 0);
-  if (random.integer(0, 1) == 1) c.columns = (c.columns + 7) / 8 * 8;
   fill_logits(random, c, [&](int) { return static_cast<int>(random.integer(0, kKinds - 1)); });
   c.prune = random.integer(0, 1) == 1 ? Pruner::top_p : Pruner::top_k;
   c.k = random_quota(random, count);
@@ -389,7 +398,8 @@ inline Case few_of_many(Random& random, std::int64_t count) {
   if (random.integer(0, 1) == 1) c.sinks = random.integer(0, 700);
   if (random.integer(0, 1) == 1) c.recent = random.integer(1, 1500);
   fill_shares(random, c);
-  c.capacity = random.integer(0, 3) == 0 ? random.integer(1, few) : count;
+  const std::int64_t kept = std::max(c.k.of(count), c.sinks + c.recent);
+  c.capacity = random.integer(0, 3) == 0 ? std::min(kept, count) : count;
   return c;
 }
 

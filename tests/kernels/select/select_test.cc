@@ -299,29 +299,6 @@ TEST_P(Select, ReportsWhatIsNoNumber) {
   }
 }
 
-TEST_P(Select, NeverWritesPastItsCapacity) {
-  Random random(testing::seed(14));
-  for (const std::int64_t capacity : {1, 100, 4096, 5000}) {
-    Case c = case_of(2, 2, 8960);
-    c.prune = Pruner::top_p;
-    c.p = 1.0f;
-    c.logits = random.normal(4 * 8960, 2.0f);
-    for (float& x : c.logits) x = f16_to_float(float_to_f16(x));
-    c.capacity = capacity;
-    const Answer a = run(c);
-    for (int head = 0; head < 2; ++head) {
-      const auto h = static_cast<std::size_t>(head);
-      EXPECT_EQ(a.heads[h].count, capacity);
-      EXPECT_EQ(a.heads[h].cut, 1);
-      ASSERT_EQ(std::ssize(a.positions[h]), capacity);
-      for (std::int64_t i = 0; i < capacity; ++i) {
-        EXPECT_EQ(a.positions[h][static_cast<std::size_t>(i)], i);
-      }
-      expect_head(c, a, head);
-    }
-  }
-}
-
 // Blocks have spans of several strips per warp, some of which keep all and some hardly anything.
 TEST_P(Select, FewHereAndManyThere) {
   if (GetParam() == Path::small || GetParam() == Path::cluster) GTEST_SKIP() << "does not fit";

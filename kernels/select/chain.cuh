@@ -70,7 +70,6 @@ struct RowSearch {
 };
 
 struct ChunkResult {
-  std::int32_t wanted = 0;
   std::int32_t emitted = 0;
   std::int32_t pages = 0;
   std::int32_t first_page = 0;
@@ -78,7 +77,7 @@ struct ChunkResult {
 };
 
 // A call, or its part for the heads that run at once; rows are their query heads.
-struct LargeCall {
+struct ChainCall {
   SelectCall call;
   std::int32_t strips = 0;  // per row
   std::int32_t units = 0;   // per row
@@ -149,7 +148,7 @@ __device__ __forceinline__ bool is_last_of(std::uint32_t* tickets, std::int32_t 
 }
 
 // Loads the query heads' rows; returns true if one is bad.
-__device__ inline bool load_infos(const LargeCall& call, std::int32_t head, RowInfo* rows) {
+__device__ inline bool load_infos(const ChainCall& call, std::int32_t head, RowInfo* rows) {
   const int group = call.call.group;
   bool bad = false;
   if (threadIdx.x < static_cast<unsigned>(group)) {
@@ -160,12 +159,12 @@ __device__ inline bool load_infos(const LargeCall& call, std::int32_t head, RowI
   return __syncthreads_or(bad ? 1 : 0) != 0;
 }
 
-void run_row_sums(const LargeCall& call, const Launch& launch);
-void run_row_thresholds(const LargeCall& call, const Launch& launch);
+void run_row_sums(const ChainCall& call, const Launch& launch);
+void run_row_thresholds(const ChainCall& call, const Launch& launch);
 // Runs again with `is_exact` when thresholds are known, for the heads that their bounds did not
 // settle.
-void run_shortlist(const LargeCall& call, bool is_exact, const Launch& launch);
-void run_grade_rounds(const LargeCall& call, const Launch& launch);
-void run_emit(const LargeCall& call, const Launch& launch);
+void run_shortlist(const ChainCall& call, bool is_exact, const Launch& launch);
+void run_grade_rounds(const ChainCall& call, const Launch& launch);
+void run_emit(const ChainCall& call, const Launch& launch);
 
 }  // namespace sluice::cuda
