@@ -192,7 +192,7 @@ std::string to_json(const AdvisedPlan& plan) {
     json["predicted"] = {{"step_seconds", plan.times->step},
                          {"prefill_seconds", plan.times->prefill}};
   }
-  return json.dump(2, ' ', false, Json::error_handler_t::replace) + "\n";
+  return dump_json(json, 2) + "\n";
 }
 
 }  // namespace sluice
