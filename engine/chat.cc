@@ -17,7 +17,7 @@ std::string note_of(std::string_view system, std::span<const ChatTurn> turns) {
     list.push_back({{"question", turn.question}, {"answer", turn.answer}, {"tokens", turn.tokens}});
   }
   const nlohmann::json note = {{"chat", {{"system", system}, {"turns", std::move(list)}}}};
-  return note.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+  return dump_json(note);
 }
 
 std::vector<ChatTurn> turns_of(const nlohmann::json& list) {

@@ -75,7 +75,6 @@ class DiskQueue {
 
   // No request is queued or in flight.
   bool idle() const { return urgent_.empty() && background_.empty() && in_flight_ == 0; }
-  std::size_t operations_in_flight() const { return in_flight_; }
   std::size_t bytes_in_flight() const { return bytes_in_flight_; }
   const DiskCounts& counts() const { return counts_; }
 

@@ -178,4 +178,8 @@ Json read_json_file(const std::filesystem::path& path, std::uint64_t max_bytes) 
   return parse_json(std::move(text), path, "download it again");
 }
 
+std::string dump_json(const nlohmann::json& json, int indent) {
+  return json.dump(indent, ' ', false, nlohmann::json::error_handler_t::replace);
+}
+
 }  // namespace sluice

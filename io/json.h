@@ -1,4 +1,4 @@
-// JSON from files that are not trusted.
+// JSON from files that are not trusted, and as text.
 #pragma once
 
 #include <cstdint>
@@ -26,5 +26,9 @@ nlohmann::json read_json_file(const std::filesystem::path& path, std::uint64_t m
 // The same for text that was read from `path`; messages end with `remedy`.
 nlohmann::json parse_json(std::string text, const std::filesystem::path& path,
                           std::string_view remedy);
+
+// The document as text, on one line or indented by this much. Bytes that are not UTF-8 become
+// U+FFFD.
+std::string dump_json(const nlohmann::json& json, int indent = -1);
 
 }  // namespace sluice

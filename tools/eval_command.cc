@@ -270,7 +270,7 @@ Command add_eval(CLI::App& app) {
   app.add_option("--dense-kv-dtype", flags->dense_kv_type,
                  "--kv-dtype of the dense attention that all are compared with, so that --policy "
                  "dense shows what the rows lose; loads the model twice. Default: the same")
-      ->check(kv_types());
+      ->check(words_or({}, row_format_names()));
   add_integer(app, "--rounds", flags->options.rounds, "contexts per task and length")
       ->capture_default_str();
   add_integer(app, "--needles", flags->options.needles,

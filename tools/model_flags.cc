@@ -12,12 +12,6 @@
 namespace sluice::tools {
 namespace {
 
-DType parse_dtype(const std::string& text) {
-  if (text == "f32") return DType::f32;
-  if (text == "f16") return DType::f16;
-  return DType::bf16;
-}
-
 std::optional<double> parse_share(const std::string& text, const char* flag) {
   if (text == "auto") return std::nullopt;
   double share = 0.0;
@@ -63,10 +57,9 @@ DiskConfig parse_disk(const std::vector<std::string>& values) {
   return config;
 }
 
-CLI::IsMember kv_types() { return CLI::IsMember({"bf16", "f16", "f32", "int8"}); }
-
-RowFormat parse_kv_type(const std::string& text) {
-  return text == "int8" ? RowFormat(RowCode::int8) : parse_dtype(text);
+CLI::IsMember words_or(std::initializer_list<const char*> words, std::vector<std::string> names) {
+  names.insert(names.begin(), words.begin(), words.end());
+  return CLI::IsMember(names);
 }
 
 void ModelFlags::add_to(CLI::App& app) {
@@ -100,7 +93,7 @@ void ModelFlags::add_to(CLI::App& app) {
          "--kv-dtype", kv_dtype,
          "type of the KV cache; int8, with a scale for each key and value, has half the bytes "
          "of bf16")
-      ->check(kv_types())
+      ->check(words_or({}, row_format_names()))
       ->capture_default_str();
   app.add_option("--compute", compute,
                  "element type of matrix products; auto loses nothing of the weights")
@@ -110,7 +103,7 @@ void ModelFlags::add_to(CLI::App& app) {
          "--weights", weights,
          "bits of weights, coded while loading: int8 (9 bits with scales) or int4 (4.5, but "
          "Q, K and V in int8); auto: as the checkpoint has them")
-      ->check(CLI::IsMember({"auto", "int8", "int4"}))
+      ->check(words_or({"auto"}, weight_code_names()))
       ->capture_default_str();
   add_integer(app, "--threads", threads, "threads, 0 for one per core, within the CPU quota")
       ->capture_default_str();
@@ -133,10 +126,9 @@ EngineConfig ModelFlags::config() const {
   config.device = device;
   config.threads = threads;
   config.chunk = chunk;
-  config.kv_dtype = parse_kv_type(kv_dtype);
-  if (compute != "auto") config.compute = parse_dtype(compute);
-  if (weights == "int8") config.weights = WeightCode::int8;
-  if (weights == "int4") config.weights = WeightCode::int4;
+  config.kv_dtype = parse_row_format(kv_dtype, "--kv-dtype");
+  if (compute != "auto") config.compute = parse_dtype(compute, "--compute");
+  if (weights != "auto") config.weights = parse_weight_code(weights, "--weights");
   config.device_memory = parse_cap(device_memory, "--device-memory");
   config.host_memory = parse_cap(host_memory, "--host-memory");
   if (!disk.empty()) config.disk = parse_disk(disk);

@@ -4,17 +4,18 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdint>
+#include <initializer_list>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "sluice/engine.h"
+#include "sluice/format_names.h"
 
 namespace sluice::tools {
 
-// Accepts the values of --kv-dtype.
-CLI::IsMember kv_types();
-RowFormat parse_kv_type(const std::string& text);
+// Accepts these words, and the names of formats.
+CLI::IsMember words_or(std::initializer_list<const char*> words, std::vector<std::string> names);
 
 // Values of --device-memory and --host-memory: nothing if `text` is empty. Throws Error{usage}.
 std::optional<std::uint64_t> parse_cap(const std::string& text, const char* flag);

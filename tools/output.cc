@@ -14,6 +14,7 @@
 #include <system_error>
 
 #include "io/file_draft.h"
+#include "io/json.h"
 #include "io/report_file.h"
 #include "lib/check.h"
 #include "sluice/errors.h"
@@ -268,9 +269,7 @@ std::string wrapped(std::string first, std::size_t indent, std::string_view text
   return first + "\n";
 }
 
-std::string report_text(const nlohmann::json& report) {
-  return report.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
-}
+std::string report_text(const nlohmann::json& report) { return dump_json(report, 2) + "\n"; }
 
 void write_report_text(const nlohmann::json& report, std::span<const LongMember> longer,
                        const TextSink& to) {

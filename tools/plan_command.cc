@@ -100,10 +100,12 @@ PlanWish wish_of(const PlanFlags& flags) {
   wish.host_memory = parse_cap(flags.host_memory, "--host-memory");
   if (!flags.disk.empty()) wish.disk = parse_disk(flags.disk);
   wish.loss = flags.loss;
-  if (flags.weights == "bf16") wish.weights = DType::bf16;
-  if (flags.weights == "int8") wish.weights = WeightCode::int8;
-  if (flags.weights == "int4") wish.weights = WeightCode::int4;
-  if (flags.rows != "auto") wish.rows = parse_kv_type(flags.rows);
+  if (flags.weights == "bf16") {
+    wish.weights = DType::bf16;
+  } else if (flags.weights != "auto") {
+    wish.weights = parse_weight_code(flags.weights, "--weights");
+  }
+  if (flags.rows != "auto") wish.rows = parse_row_format(flags.rows, "--kv-dtype");
   if (flags.policy != "auto") wish.policy = flags.policy;
   wish.chunk = flags.chunk;
   wish.threads = flags.threads;
@@ -247,11 +249,11 @@ Command add_plan(CLI::App& app) {
                  "most KL divergence of all that is chosen. Default: 0.005, and of weights what "
                  "their bits cost; settings that you give are not counted");
   app.add_option("--weights", flags->weights, "bits of weights; auto: as many as there is room for")
-      ->check(CLI::IsMember({"auto", "bf16", "int8", "int4"}))
+      ->check(words_or({"auto", "bf16"}, weight_code_names()))
       ->capture_default_str();
   app.add_option("--kv-dtype", flags->rows,
                  "type of rows; auto: bf16, or int8 where host memory does not hold bf16")
-      ->check(CLI::IsMember({"auto", "bf16", "f16", "f32", "int8"}))
+      ->check(words_or({"auto"}, row_format_names()))
       ->capture_default_str();
   app.add_option("--policy", flags->policy,
                  "a preset or a policy line, see sluice generate --help; auto: the first that fits")

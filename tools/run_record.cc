@@ -65,13 +65,9 @@ nlohmann::json checkpoint_of(const std::string& model) {
   return fingerprint_text(fingerprint_of(Checkpoint::open(model)));
 }
 
-std::string json_text(const nlohmann::json& json) {
-  return json.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
-}
-
 // Tells a report that was edited or cut.
 std::string checksum_of_results(const nlohmann::json& results, const nlohmann::json& unfinished) {
-  return checksum_text(json_text(results) + (unfinished.is_null() ? "" : json_text(unfinished)));
+  return checksum_text(dump_json(results) + (unfinished.is_null() ? "" : dump_json(unfinished)));
 }
 
 std::string utc_now() {
@@ -115,7 +111,7 @@ std::string line_of(const std::vector<std::string>& arguments) {
 
 // Text that two runs must share, from their records; a missing member is empty.
 std::string shared_text(const nlohmann::json& record, const std::string& name) {
-  return record.contains(name) ? json_text(record[name]) : "";
+  return record.contains(name) ? dump_json(record[name]) : "";
 }
 
 void require_same_run(const std::string& path, const nlohmann::json& before,
@@ -212,7 +208,7 @@ GrowingReport::GrowingReport(std::string path, bool force, bool resumes, nlohman
     return;
   }
   unfinished_ = unfinished;
-  part_bytes_ = json_text(unfinished_).size();
+  part_bytes_ = dump_json(unfinished_).size();
 }
 
 const nlohmann::json* GrowingReport::find(const nlohmann::json& key) const {
@@ -242,7 +238,7 @@ void GrowingReport::add_part(const nlohmann::json& key, nlohmann::json part) {
     unfinished_ = {{"key", key}, {"parts", nlohmann::json::array()}};
     part_bytes_ = 0;
   }
-  part_bytes_ += json_text(part).size();
+  part_bytes_ += dump_json(part).size();
   if (part_bytes_ > kMostParts) return;
   unfinished_["parts"].push_back(std::move(part));
   const auto begin = std::chrono::steady_clock::now();

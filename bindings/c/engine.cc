@@ -5,38 +5,18 @@
 #include "bindings/c/call.h"
 #include "bindings/c/objects.h"
 #include "bindings/c/session_options.h"
+#include "sluice/format_names.h"
 
 namespace sluice::c {
 namespace {
-
-DType compute_named(std::string_view text) {
-  for (const DType type : {DType::bf16, DType::f16, DType::f32}) {
-    if (text == to_string(type)) return type;
-  }
-  refuse("`compute` is bf16, f16 or f32");
-}
-
-RowFormat rows_named(std::string_view text) {
-  constexpr RowFormat kAll[] = {DType::bf16, DType::f16, DType::f32, RowCode::int8};
-  for (const RowFormat& format : kAll) {
-    if (text == to_string(format)) return format;
-  }
-  refuse("`kv_dtype` is bf16, f16, f32 or int8");
-}
-
-WeightFormat weights_named(std::string_view text) {
-  if (text == "int8") return WeightCode::int8;
-  if (text == "int4") return WeightCode::int4;
-  refuse("`weights` is int8, int4 or NULL");
-}
 
 EngineConfig config_of(const sluice_engine_options& from) {
   EngineConfig config;
   config.model = need(from.model, "model");
   config.device = string_or(from.device, "cpu");
-  if (from.compute != nullptr) config.compute = compute_named(from.compute);
-  if (from.weights != nullptr) config.weights = weights_named(from.weights);
-  if (from.kv_dtype != nullptr) config.kv_dtype = rows_named(from.kv_dtype);
+  if (from.compute != nullptr) config.compute = parse_dtype(from.compute, "compute");
+  if (from.weights != nullptr) config.weights = parse_weight_code(from.weights, "weights");
+  if (from.kv_dtype != nullptr) config.kv_dtype = parse_row_format(from.kv_dtype, "kv_dtype");
   config.threads = from.threads;
   config.chunk = from.chunk;
   config.device_memory = set(from.device_memory);

@@ -7,6 +7,7 @@
 #include "io/json.h"
 #include "lib/text.h"
 #include "sluice/errors.h"
+#include "sluice/format_names.h"
 #include "sluice/planning.h"
 
 namespace sluice {
@@ -76,15 +77,14 @@ std::optional<DiskConfig> read_disk(const JsonObject& file) {
   return config;
 }
 
-// The value of one of `names`; the text must be one of them.
-template <class Value, std::size_t kCount>
-Value read_choice(const JsonObject& file, const char* key,
-                  const std::array<std::pair<const char*, Value>, kCount>& names) {
-  const std::string text = file.string(key);
+// The text of a field, which must be one of `names`.
+std::string read_choice(const JsonObject& file, const char* key,
+                        const std::vector<std::string>& names) {
+  std::string text = file.string(key);
   std::string known;
-  for (const auto& [name, value] : names) {
-    if (text == name) return value;
-    known += (known.empty() ? "" : ", ") + std::string(name);
+  for (const std::string& name : names) {
+    if (text == name) return text;
+    known += (known.empty() ? "" : ", ") + name;
   }
   file.corrupt(key, "is " + in_quotes(text) + "; it may be " + known);
 }
@@ -106,19 +106,14 @@ PlanSettings read_plan(const std::filesystem::path& path) {
   file.integer("sluice_plan", kVersion, kVersion);
   PlanSettings plan;
   plan.model = read_model(file);
-  constexpr std::array kDevices = {std::pair("cpu", false), std::pair("gpu", true)};
-  plan.on_gpu = read_choice(file, "device", kDevices);
+  plan.on_gpu = read_choice(file, "device", {"cpu", "gpu"}) == "gpu";
   plan.context = file.integer("context", 1, (std::int64_t{1} << 31) - 1);
   plan.chunk = static_cast<int>(file.integer("chunk", 0, 32768));
-  constexpr std::array kWeights = {
-      std::pair("auto", std::optional<WeightFormat>()),
-      std::pair("int8", std::optional<WeightFormat>(WeightCode::int8)),
-      std::pair("int4", std::optional<WeightFormat>(WeightCode::int4))};
-  plan.weights = read_choice(file, "weights", kWeights);
-  constexpr std::array kRows = {
-      std::pair("bf16", RowFormat(DType::bf16)), std::pair("f16", RowFormat(DType::f16)),
-      std::pair("f32", RowFormat(DType::f32)), std::pair("int8", RowFormat(RowCode::int8))};
-  plan.rows = read_choice(file, "kv_dtype", kRows);
+  std::vector<std::string> weights = weight_code_names();
+  weights.insert(weights.begin(), "auto");
+  const std::string code = read_choice(file, "weights", weights);
+  if (code != "auto") plan.weights = parse_weight_code(code, "weights");
+  plan.rows = parse_row_format(read_choice(file, "kv_dtype", row_format_names()), "kv_dtype");
   plan.policy = file.string("policy");
   check_policy(file, plan.policy);
   plan.device_memory = read_cap(file, "device_memory");
@@ -197,7 +192,7 @@ std::string to_json(const AdvisedPlan& plan) {
     json["predicted"] = {{"step_seconds", plan.times->step},
                          {"prefill_seconds", plan.times->prefill}};
   }
-  return json.dump(2, ' ', false, Json::error_handler_t::replace) + "\n";
+  return dump_json(json, 2) + "\n";
 }
 
 }  // namespace sluice

@@ -7,6 +7,7 @@
 #include <charconv>
 #include <map>
 #include <memory>
+#include <type_traits>
 #include <vector>
 
 #include "bindings/c/sluice.h"
@@ -163,6 +164,29 @@ class Caller {
     return code;
   }
 
+  // A call that takes an object alone, with a number, or with a text.
+  template <auto kCall, auto kObjects>
+  sluice_code with(Words& words) {
+    return kCall(at(this->*kObjects, words));
+  }
+  template <auto kCall, auto kObjects>
+  sluice_code with_number(Words& words) {
+    auto* const object = at(this->*kObjects, words);
+    return kCall(object, words.number());
+  }
+  template <auto kCall, auto kObjects>
+  sluice_code with_text(Words& words) {
+    auto* const object = at(this->*kObjects, words);
+    return kCall(object, words.text());
+  }
+  // A call that makes an object of another one.
+  template <auto kCall, auto kFrom, auto kTo>
+  sluice_code make(Words& words) {
+    std::remove_cvref_t<decltype((this->*kTo).front())> object = nullptr;
+    const sluice_code code = kCall(at(this->*kFrom, words), &object);
+    return made(this->*kTo, object, code);
+  }
+
   sluice_code open_session(Words& words) {
     sluice_session_options options{};
     options.size = sizeof options;
@@ -179,17 +203,6 @@ class Caller {
     const sluice_code code = sluice_session_open(engine(), &options, &session);
     return made(sessions_, session, code);
   }
-  sluice_code fork(Words& words) {
-    sluice_session* fork = nullptr;
-    const sluice_code code = sluice_session_fork(at(sessions_, words), &fork);
-    return made(sessions_, fork, code);
-  }
-  sluice_code sibling(Words& words) {
-    sluice_session* sibling = nullptr;
-    const sluice_code code = sluice_session_sibling(at(sessions_, words), &sibling);
-    return made(sessions_, sibling, code);
-  }
-  sluice_code free_session(Words& words) { return sluice_session_free(at(sessions_, words)); }
   sluice_code prefill(Words& words) {
     auto* const session = at(sessions_, words);
     const std::vector<std::int32_t> tokens = words.tokens();
@@ -217,14 +230,6 @@ class Caller {
     Buffer<float> logprobs(words.number());
     return sluice_session_score(session, tokens.data(), tokens.size(), logprobs.data(),
                                 logprobs.capacity());
-  }
-  sluice_code use(Words& words) {
-    auto* const session = at(sessions_, words);
-    return sluice_session_use(session, words.text());
-  }
-  sluice_code truncate(Words& words) {
-    auto* const session = at(sessions_, words);
-    return sluice_session_truncate(session, words.number());
   }
   sluice_code ledger(Words& words) {
     auto* const session = at(sessions_, words);
@@ -263,8 +268,6 @@ class Caller {
     const sluice_code code = sluice_cancel_create(&cancel);
     return made(cancels_, cancel, code);
   }
-  sluice_code set_cancel(Words& words) { return sluice_cancel_set(at(cancels_, words)); }
-  sluice_code free_cancel(Words& words) { return sluice_cancel_free(at(cancels_, words)); }
   sluice_code new_constraint(Words& words) {
     const auto kind = static_cast<sluice_constraint_kind>(words.number());
     const char* const text = words.text();
@@ -272,9 +275,6 @@ class Caller {
     sluice_constraint* constraint = nullptr;
     const sluice_code code = sluice_constraint_create(engine(), kind, text, bytes, &constraint);
     return made(constraints_, constraint, code);
-  }
-  sluice_code free_constraint(Words& words) {
-    return sluice_constraint_free(at(constraints_, words));
   }
   sluice_code open_batcher(Words& words) {
     sluice_batcher_options options{};
@@ -288,7 +288,6 @@ class Caller {
     const sluice_code code = sluice_batcher_open(engine(), &options, &batcher);
     return made(batchers_, batcher, code);
   }
-  sluice_code free_batcher(Words& words) { return sluice_batcher_free(at(batchers_, words)); }
   sluice_code submit(Words& words) {
     auto* const batcher = at(batchers_, words);
     const std::vector<std::int32_t> prompt = words.tokens();
@@ -316,8 +315,6 @@ class Caller {
     }
     return code;
   }
-  sluice_code cancel_stream(Words& words) { return sluice_stream_cancel(at(streams_, words)); }
-  sluice_code free_stream(Words& words) { return sluice_stream_free(at(streams_, words)); }
   sluice_code encode(Words& words) {
     const auto how = static_cast<sluice_encoding>(words.number());
     const char* const text = words.text();
@@ -352,25 +349,6 @@ class Caller {
     const sluice_code code = sluice_kv_cache_open(&options, &cache);
     return made(caches_, cache, code);
   }
-  sluice_code free_cache(Words& words) { return sluice_kv_cache_free(at(caches_, words)); }
-  sluice_code open_sequence(Words& words) {
-    sluice_kv_sequence* sequence = nullptr;
-    const sluice_code code = sluice_kv_sequence_open(at(caches_, words), &sequence);
-    return made(sequences_, sequence, code);
-  }
-  sluice_code fork_sequence(Words& words) {
-    sluice_kv_sequence* sequence = nullptr;
-    const sluice_code code = sluice_kv_sequence_fork(at(sequences_, words), &sequence);
-    return made(sequences_, sequence, code);
-  }
-  sluice_code reset_sequence(Words& words) {
-    return sluice_kv_sequence_reset(at(sequences_, words));
-  }
-  sluice_code cut_sequence(Words& words) {
-    auto* const sequence = at(sequences_, words);
-    return sluice_kv_sequence_truncate(sequence, words.number());
-  }
-  sluice_code free_sequence(Words& words) { return sluice_kv_sequence_free(at(sequences_, words)); }
   sluice_code begin_step(Words& words) {
     auto* const sequence = at(sequences_, words);
     const auto phase = static_cast<sluice_phase>(words.number());
@@ -395,8 +373,6 @@ class Caller {
     const sluice_array out = array_of(results);
     return sluice_kv_step_attend(step, layer, &in, &out, nullptr, 0);
   }
-  sluice_code end_step(Words& words) { return sluice_kv_step_end(at(steps_, words)); }
-  sluice_code free_step(Words& words) { return sluice_kv_step_free(at(steps_, words)); }
 
   static std::vector<float> floats(std::int64_t tokens, std::size_t heads) {
     const auto rows = static_cast<std::size_t>(std::clamp<std::int64_t>(tokens, 0, 64));
@@ -439,43 +415,44 @@ class Caller {
 const std::map<std::string_view, Caller::Call>& Caller::calls() {
   static const std::map<std::string_view, Call> calls = {
       {"session", &Caller::open_session},
-      {"fork", &Caller::fork},
-      {"sibling", &Caller::sibling},
-      {"free_session", &Caller::free_session},
+      {"fork", &Caller::make<sluice_session_fork, &Caller::sessions_, &Caller::sessions_>},
+      {"sibling", &Caller::make<sluice_session_sibling, &Caller::sessions_, &Caller::sessions_>},
+      {"free_session", &Caller::with<sluice_session_free, &Caller::sessions_>},
       {"prefill", &Caller::prefill},
       {"recompute", &Caller::recompute},
       {"decode", &Caller::decode},
       {"score", &Caller::score},
-      {"use", &Caller::use},
-      {"truncate", &Caller::truncate},
+      {"use", &Caller::with_text<sluice_session_use, &Caller::sessions_>},
+      {"truncate", &Caller::with_number<sluice_session_truncate, &Caller::sessions_>},
       {"ledger", &Caller::ledger},
       {"step", &Caller::step},
       {"generate", &Caller::generate},
       {"cancel", &Caller::new_cancel},
-      {"set_cancel", &Caller::set_cancel},
-      {"free_cancel", &Caller::free_cancel},
+      {"set_cancel", &Caller::with<sluice_cancel_set, &Caller::cancels_>},
+      {"free_cancel", &Caller::with<sluice_cancel_free, &Caller::cancels_>},
       {"constraint", &Caller::new_constraint},
-      {"free_constraint", &Caller::free_constraint},
+      {"free_constraint", &Caller::with<sluice_constraint_free, &Caller::constraints_>},
       {"batcher", &Caller::open_batcher},
-      {"free_batcher", &Caller::free_batcher},
+      {"free_batcher", &Caller::with<sluice_batcher_free, &Caller::batchers_>},
       {"submit", &Caller::submit},
       {"next", &Caller::next},
-      {"cancel_stream", &Caller::cancel_stream},
-      {"free_stream", &Caller::free_stream},
+      {"cancel_stream", &Caller::with<sluice_stream_cancel, &Caller::streams_>},
+      {"free_stream", &Caller::with<sluice_stream_free, &Caller::streams_>},
       {"encode", &Caller::encode},
       {"text", &Caller::to_text},
       {"cache", &Caller::open_cache},
-      {"free_cache", &Caller::free_cache},
-      {"sequence", &Caller::open_sequence},
-      {"fork_sequence", &Caller::fork_sequence},
-      {"reset_sequence", &Caller::reset_sequence},
-      {"cut_sequence", &Caller::cut_sequence},
-      {"free_sequence", &Caller::free_sequence},
+      {"free_cache", &Caller::with<sluice_kv_cache_free, &Caller::caches_>},
+      {"sequence", &Caller::make<sluice_kv_sequence_open, &Caller::caches_, &Caller::sequences_>},
+      {"fork_sequence",
+       &Caller::make<sluice_kv_sequence_fork, &Caller::sequences_, &Caller::sequences_>},
+      {"reset_sequence", &Caller::with<sluice_kv_sequence_reset, &Caller::sequences_>},
+      {"cut_sequence", &Caller::with_number<sluice_kv_sequence_truncate, &Caller::sequences_>},
+      {"free_sequence", &Caller::with<sluice_kv_sequence_free, &Caller::sequences_>},
       {"begin", &Caller::begin_step},
       {"append", &Caller::append},
       {"attend", &Caller::attend},
-      {"end", &Caller::end_step},
-      {"free_step", &Caller::free_step},
+      {"end", &Caller::with<sluice_kv_step_end, &Caller::steps_>},
+      {"free_step", &Caller::with<sluice_kv_step_free, &Caller::steps_>},
   };
   return calls;
 }

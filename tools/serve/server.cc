@@ -6,6 +6,7 @@
 #include <thread>
 #include <utility>
 
+#include "io/json.h"
 #include "sluice/errors.h"
 #include "sluice/version.h"
 #include "tools/serve/fields.h"
@@ -17,13 +18,8 @@ namespace {
 
 using Json = nlohmann::json;
 
-// Bytes that are not UTF-8 become U+FFFD.
-std::string dump(const Json& json) {
-  return json.dump(-1, ' ', false, Json::error_handler_t::replace);
-}
-
 void set_json(httplib::Response& response, const Json& json) {
-  response.set_content(dump(json), "application/json");
+  response.set_content(dump_json(json), "application/json");
 }
 
 struct Fault {
@@ -167,7 +163,7 @@ bool HttpServer::Impl::stream_next(Answers& answers, httplib::DataSink& sink) co
     if (answers.completion.streams_usage) {
       Json last = envelope(answers.completion, true);
       last["usage"] = usage_json(answers.usages());
-      if (!send(dump(last))) return false;
+      if (!send(dump_json(last))) return false;
     }
     if (!send("[DONE]")) return false;
     sink.done();
@@ -188,15 +184,15 @@ bool HttpServer::Impl::stream_next(Answers& answers, httplib::DataSink& sink) co
     const Json prompt = begin(answers, index, stream, true);
     if (!prompt.is_null()) {
       event["choices"] = Json::array({prompt});
-      if (!send(dump(event))) return false;
+      if (!send(dump_json(event))) return false;
     }
     if (piece->text.empty() && !piece->finish && !answers.completion.logprobs) return true;
     event["choices"] =
         Json::array({answers.writers[index].part(piece->text, piece->tokens, piece->finish, true)});
-    return send(dump(event));
+    return send(dump_json(event));
   } catch (const Error& error) {
     const Fault fault = fault_of(error.code());
-    send(dump(error_json(error.what(), fault.type, fault.code)));
+    send(dump_json(error_json(error.what(), fault.type, fault.code)));
     sink.done();
     return true;
   }

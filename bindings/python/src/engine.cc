@@ -2,27 +2,12 @@
 #include <nanobind/stl/filesystem.h>
 
 #include <exception>
-#include <string_view>
 
 #include "bindings/python/src/common.h"
+#include "sluice/format_names.h"
 
 namespace sluice::python {
 namespace {
-
-DType compute_named(const std::string& text) {
-  for (const DType type : {DType::bf16, DType::f16, DType::f32}) {
-    if (text == to_string(type)) return type;
-  }
-  throw Error(ErrorCode::usage, "`compute` is bf16, f16 or f32");
-}
-
-RowFormat rows_named(const std::string& text) {
-  constexpr RowFormat kAll[] = {DType::bf16, DType::f16, DType::f32, RowCode::int8};
-  for (const RowFormat& format : kAll) {
-    if (text == to_string(format)) return format;
-  }
-  throw Error(ErrorCode::usage, "`kv_dtype` is bf16, f16, f32 or int8");
-}
 
 std::shared_ptr<PyEngine> open_engine(
     const std::filesystem::path& model, const std::string& device, int threads, int chunk,
@@ -36,12 +21,9 @@ std::shared_ptr<PyEngine> open_engine(
   config.device = device;
   config.threads = threads;
   config.chunk = chunk;
-  config.kv_dtype = rows_named(kv_dtype);
-  if (compute) config.compute = compute_named(*compute);
-  if (weights && *weights != "int8" && *weights != "int4") {
-    throw Error(ErrorCode::usage, "`weights` is int8, int4 or None");
-  }
-  if (weights) config.weights = *weights == "int8" ? WeightCode::int8 : WeightCode::int4;
+  config.kv_dtype = parse_row_format(kv_dtype, "kv_dtype");
+  if (compute) config.compute = parse_dtype(*compute, "compute");
+  if (weights) config.weights = parse_weight_code(*weights, "weights");
   config.device_memory = device_memory;
   config.host_memory = host_memory;
   config.row_cache = row_cache;

@@ -32,7 +32,7 @@ TEST_P(SelectBatch, ManyHeads) {
 
 // Bit for bit, where a head's work is divided alike.
 TEST_P(SelectBatch, GivesEveryTokenWhatItGetsAlone) {
-  if (GetParam() != Path::small && !is_clustered()) GTEST_SKIP() << "divides rows by how many";
+  if (GetParam() != Path::block && !is_clustered()) GTEST_SKIP() << "divides rows by how many";
   const std::uint64_t seed = testing::seed(23);
   SCOPED_TRACE(testing::seed_message(seed));
   Random random(seed);
@@ -102,7 +102,7 @@ TEST_P(SelectBatch, PositionsReachTheirLimit) {
 
 // With too little scratch for all heads it takes several rounds.
 TEST_P(SelectBatch, TakesTurnsWhereScratchIsShort) {
-  if (GetParam() == Path::small || is_clustered()) GTEST_SKIP() << "takes no scratch";
+  if (GetParam() == Path::block || is_clustered()) GTEST_SKIP() << "takes no scratch";
   Random random(testing::seed(21));
   Case c;
   c.shape = shape_of(3, 2);

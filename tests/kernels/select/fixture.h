@@ -19,7 +19,8 @@ namespace sluice::cuda {
 
 inline constexpr std::size_t kScratch = std::size_t{192} << 20;
 
-enum class Path { small, cluster, digested_cluster, large, digested };
+// The ways of select.h; a cluster and the chain with a digest and without.
+enum class Path { block, cluster, digested_cluster, chain, digested_chain };
 
 class Select : public ::testing::TestWithParam<Path> {
  protected:
@@ -28,8 +29,8 @@ class Select : public ::testing::TestWithParam<Path> {
     workspace_.emplace(kScratch);
     limits_ = workspace_->device();
     // Which path is taken follows from these alone.
-    if (GetParam() == Path::large || GetParam() == Path::digested) limits_.shared_bytes = 0;
-    if (GetParam() == Path::small) limits_.multiprocessors = 1;
+    if (GetParam() == Path::chain || GetParam() == Path::digested_chain) limits_.shared_bytes = 0;
+    if (GetParam() == Path::block) limits_.multiprocessors = 1;
     if (is_clustered()) limits_.multiprocessors = 1 << 20;
     limits_.digested_entries = 0;
     // Nothing may be taken for granted of scratch.
@@ -39,7 +40,7 @@ class Select : public ::testing::TestWithParam<Path> {
     return GetParam() == Path::cluster || GetParam() == Path::digested_cluster;
   }
   static bool digested(const Case& c) {
-    const bool is = GetParam() == Path::digested || GetParam() == Path::digested_cluster;
+    const bool is = GetParam() == Path::digested_chain || GetParam() == Path::digested_cluster;
     return is && c.candidates.empty();
   }
   Launch launch() const {
@@ -80,21 +81,21 @@ class Select : public ::testing::TestWithParam<Path> {
 
 inline std::string name_of(const ::testing::TestParamInfo<Path>& path) {
   switch (path.param) {
-    case Path::small:
-      return "small";
+    case Path::block:
+      return "block";
     case Path::cluster:
       return "cluster";
     case Path::digested_cluster:
       return "digested_cluster";
-    case Path::large:
-      return "large";
-    case Path::digested:
+    case Path::chain:
+      return "chain";
+    case Path::digested_chain:
       break;
   }
-  return "digested";
+  return "digested_chain";
 }
 
 inline constexpr auto kPaths = std::to_array(
-    {Path::small, Path::cluster, Path::digested_cluster, Path::large, Path::digested});
+    {Path::block, Path::cluster, Path::digested_cluster, Path::chain, Path::digested_chain});
 
 }  // namespace sluice::cuda

@@ -18,7 +18,7 @@ TEST_P(Select, KeepsWhatItsDefinitionSays) {
   const std::uint64_t seed = testing::seed(11);
   SCOPED_TRACE(testing::seed_message(seed));
   Random random(seed);
-  // What is short takes the small path wherever it may.
+  // What is short takes one block wherever it may.
   const std::int64_t factor = is_clustered() ? 5 : 1;
   for (int round = 0; round < 300; ++round) {
     SCOPED_TRACE("round " + std::to_string(round));
@@ -36,7 +36,7 @@ TEST_P(Select, LongRows) {
   for (int round = 0; round < 16; ++round) {
     SCOPED_TRACE("round " + std::to_string(round));
     // The longest may not fit a block.
-    const bool is_small = GetParam() == Path::small;
+    const bool is_small = GetParam() == Path::block;
     const Case c =
         random_case(random, random.integer(is_small ? 10000 : 20000, is_small ? 30000 : 200000));
     check_case(c);
@@ -45,7 +45,7 @@ TEST_P(Select, LongRows) {
 }
 
 TEST_P(Select, AMillionLogits) {
-  if (GetParam() == Path::small || GetParam() == Path::cluster) GTEST_SKIP() << "does not fit";
+  if (GetParam() == Path::block || GetParam() == Path::cluster) GTEST_SKIP() << "does not fit";
   Random random(testing::seed(13));
   for (const int kind : {2, 4, 5, 7, 9}) {
     SCOPED_TRACE("kind " + std::to_string(kind));
@@ -67,7 +67,7 @@ TEST_P(Select, AMillionLogits) {
 
 // Where a cluster has a digest alone, it reads what may be kept, or all of it.
 TEST_P(Select, FewOfMany) {
-  if (GetParam() != Path::digested_cluster && GetParam() != Path::digested) GTEST_SKIP();
+  if (GetParam() != Path::digested_cluster && GetParam() != Path::digested_chain) GTEST_SKIP();
   const std::uint64_t seed = testing::seed(22);
   SCOPED_TRACE(testing::seed_message(seed));
   Random random(seed);
@@ -86,7 +86,7 @@ TEST_P(Select, FewOfMany) {
 // So few that one block finds them: of rows of any kind, and where it must begin anew, as all weigh
 // much the same, rise or fall, or nearly all nothing.
 TEST_P(Select, AFewOfMany) {
-  if (GetParam() != Path::digested_cluster && GetParam() != Path::digested) GTEST_SKIP();
+  if (GetParam() != Path::digested_cluster && GetParam() != Path::digested_chain) GTEST_SKIP();
   const std::uint64_t seed = testing::seed(23);
   SCOPED_TRACE(testing::seed_message(seed));
   Random random(seed);
@@ -122,7 +122,7 @@ TEST_P(Select, AFewOfMany) {
 // Few entries stand out, on pages that every row finds and of which teams of threads bring some
 // more than once; the others are hardly apart, or weigh nothing.
 TEST_P(Select, FewHeavyOfMany) {
-  if (GetParam() != Path::digested_cluster && GetParam() != Path::digested) GTEST_SKIP();
+  if (GetParam() != Path::digested_cluster && GetParam() != Path::digested_chain) GTEST_SKIP();
   for (const int group : {1, 2, 3, 4, 5, 6, 7, 8}) {
     for (const std::int64_t heavy : {3, 40}) {
       for (const bool is_rest_nothing : {false, true}) {
@@ -146,7 +146,7 @@ TEST_P(Select, FewHeavyOfMany) {
 
 // All weigh much the same: far more reach what the digest tells of the heaviest than can be listed.
 TEST_P(Select, FewOfManyAlike) {
-  if (GetParam() != Path::digested_cluster && GetParam() != Path::digested) GTEST_SKIP();
+  if (GetParam() != Path::digested_cluster && GetParam() != Path::digested_chain) GTEST_SKIP();
   const std::uint64_t seed = testing::seed(24);
   SCOPED_TRACE(testing::seed_message(seed));
   Random random(seed);
@@ -175,7 +175,7 @@ TEST_P(Select, FewOfManyAlike) {
 
 // More neighbours are wanted than a block of a cluster lists, but no more than may be kept.
 TEST_P(Select, ManyNeighboursOfMany) {
-  if (GetParam() != Path::digested_cluster && GetParam() != Path::digested) GTEST_SKIP();
+  if (GetParam() != Path::digested_cluster && GetParam() != Path::digested_chain) GTEST_SKIP();
   for (const std::int64_t heavy : {2040, 2056, 3000, 4090, 4200}) {
     SCOPED_TRACE(std::to_string(heavy) + " heavy neighbours");
     Case c = case_of(1, 1, 262144);
@@ -204,7 +204,7 @@ TEST_P(Select, ManyThatWeighTheSame) {
   for (const int group : {1, 8}) {
     for (const std::int64_t heavy : {0, 90, 100, 110, 3000, 40000}) {
       SCOPED_TRACE(std::to_string(group) + " query heads, " + std::to_string(heavy) + " heavier");
-      Case c = case_of(1, group, GetParam() == Path::small ? 6016 : 48000);
+      Case c = case_of(1, group, GetParam() == Path::block ? 6016 : 48000);
       c.sinks = 3;
       c.k.share.tokens = c.cap.share.tokens = 100;
       for (std::int64_t i = 0; i < group * c.columns; ++i) {
@@ -224,7 +224,7 @@ TEST_P(Select, ManyThatWeighTheSame) {
 TEST_P(Select, ManyLightBesideFewHeavy) {
   for (const int group : {1, 3, 6}) {
     SCOPED_TRACE(std::to_string(group) + " query heads");
-    Case c = case_of(1, group, GetParam() == Path::small ? 6016 : 40064);
+    Case c = case_of(1, group, GetParam() == Path::block ? 6016 : 40064);
     c.prune = Pruner::top_p;
     for (std::int64_t i = 0; i < group * c.columns; ++i) {
       const std::int64_t at = i % c.columns + i / c.columns * 32;
@@ -243,7 +243,7 @@ TEST_P(Select, CapsAboutWhatIsWanted) {
   Random random(seed);
   for (int round = 0; round < 40; ++round) {
     SCOPED_TRACE("round " + std::to_string(round));
-    const std::int64_t most = round % 8 == 7 && GetParam() != Path::small ? 90000 : 9000;
+    const std::int64_t most = round % 8 == 7 && GetParam() != Path::block ? 90000 : 9000;
     Case c = random_case(random, random.integer(most / 2, most));
     c.prune = Pruner::top_p;
     c.cap = {};
@@ -301,7 +301,7 @@ TEST_P(Select, ReportsWhatIsNoNumber) {
 
 // Blocks have spans of several strips per warp, some of which keep all and some hardly anything.
 TEST_P(Select, FewHereAndManyThere) {
-  if (GetParam() == Path::small || GetParam() == Path::cluster) GTEST_SKIP() << "does not fit";
+  if (GetParam() == Path::block || GetParam() == Path::cluster) GTEST_SKIP() << "does not fit";
   const std::uint64_t seed = testing::seed(22);
   SCOPED_TRACE(testing::seed_message(seed));
   Random random(seed);
