@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
 """Plots what `sluice bench --json` wrote: step time and bytes moved against the context.
 
-    bench/plot_bench.py bench.json
+    bench/plot_bench.py bench.json [MORE.json ...] [--output PLOT.png]
 
-One curve for each policy, cap and number of sequences. Steps over a modelled bus are dashed.
-Writes a PNG and an SVG beside each file. Needs matplotlib (Debian: python3-matplotlib).
+One curve for each policy, cap and number of sequences. Steps over a modelled bus are dashed. With
+`--transfer` two more panels have the bytes and the time of the rows that were missed, by the way of
+bringing them. Writes a PNG and an SVG beside each file, or with --output one plot of all files.
+Needs matplotlib (Debian: python3-matplotlib).
 """
 
 import argparse
@@ -56,38 +58,88 @@ def draw_modelled(axes: Any, cells: list[Cell], number: int) -> None:
         axes.plot(contexts, values, style, color=f"C{number % 10}", alpha=0.6, label=label)
 
 
-def plot(path: Path) -> None:
-    report = json.loads(path.read_text(encoding="utf-8"))
-    found = curves(report.get("results", []))
-    if report.get("schema") != "sluice-bench-1" or not found:
+def by_way(found: dict[str, list[Cell]]) -> dict[str, list[tuple[int, Cell]]]:
+    """Contexts and transfers of each curve by the way in which missed rows were brought."""
+    ways: dict[str, list[tuple[int, Cell]]] = {}
+    for label, cells in found.items():
+        for cell in cells:
+            for transfer in cell.get("transfers", []):
+                ways.setdefault(f"{label}, {transfer['way']}", []).append((cell["context"], transfer))
+    return ways
+
+
+def draw_ways(size: Any, time: Any, ways: dict[str, list[tuple[int, Cell]]]) -> None:
+    for number, (label, points) in enumerate(ways.items()):
+        style = "os^vD*Pp<>"[number % 10] + "-"
+        contexts = [context for context, _ in points]
+        size.plot(contexts, [t["bytes"] for _, t in points], style, label=label)
+        time.plot(contexts, [t["ms"]["p50"] for _, t in points], style, label=label)
+    size.set_ylabel("bytes of missed rows per step")
+    time.set_ylabel("ms to bring missed rows, median")
+    size.set_yscale("symlog", linthresh=1024)
+    time.set_yscale("log")
+
+
+def read(path: Path) -> Cell:
+    try:
+        report: Cell = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        sys.exit(f"{path}: {error}")
+    if report.get("schema") != "sluice-bench-1" or not curves(report.get("results", [])):
         sys.exit(f"{path}: has no finished cells of sluice bench")
-    figure, (time, moved) = plt.subplots(1, 2, figsize=(15, 5))
+    return report
+
+
+def machine_of(reports: list[Cell]) -> str:
+    names = [report["run"]["machine"] for report in reports]
+    return ", ".join(dict.fromkeys(name.get("gpu", name["processor"]) for name in names))
+
+
+def legend(axes: Any, handles: list[Any], labels: list[str]) -> None:
+    axes.legend(handles, labels, loc="center left", bbox_to_anchor=(1.02, 0.5), fontsize=8)
+
+
+def plot(reports: list[Cell], output: Path) -> None:
+    found = curves([cell for report in reports for cell in report["results"]])
+    ways = by_way(found)
+    rows = 2 if ways else 1
+    figure, panels = plt.subplots(rows, 2, figsize=(15, 5 * rows), squeeze=False)
+    time, moved = panels[0]
     for number, (label, cells) in enumerate(found.items()):
         draw(time, cells, label, "step_ms", number)
         draw_modelled(time, cells, number)
-        draw(moved, cells, label, "crossed_bytes", number)
+        counted = [cell for cell in cells if cell.get("crossed_bytes") is not None]
+        if counted:
+            draw(moved, counted, label, "crossed_bytes", number)
     time.set_ylabel("ms per decode step, median")
     moved.set_ylabel("bytes moved between tiers per step")
     moved.set_yscale("symlog", linthresh=1024)
-    for axes in (time, moved):
+    time.set_yscale("log")
+    if ways:
+        draw_ways(*panels[1], ways)
+        legend(panels[1][1], *panels[1][1].get_legend_handles_labels())
+    for axes in panels.flat:
         axes.set_xscale("log", base=2)
         axes.set_xlabel("tokens of context")
         axes.grid(alpha=0.3)
-    time.set_yscale("log")
-    time.set_title(report["run"]["machine"].get("gpu", report["run"]["machine"]["processor"]))
-    handles, labels = time.get_legend_handles_labels()
-    moved.legend(handles, labels, loc="center left", bbox_to_anchor=(1.02, 0.5), fontsize=8)
+    time.set_title(machine_of(reports))
+    legend(moved, *time.get_legend_handles_labels())
     figure.tight_layout()
     for suffix in (".png", ".svg"):
-        figure.savefig(path.with_suffix(suffix), dpi=110)
-        print(path.with_suffix(suffix))
+        figure.savefig(output.with_suffix(suffix), dpi=110)
+        print(output.with_suffix(suffix))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("files", type=Path, nargs="+")
-    for path in parser.parse_args().files:
-        plot(path)
+    parser.add_argument("--output", type=Path, help="one plot of all files, as PNG and SVG")
+    args = parser.parse_args()
+    reports = [read(path) for path in args.files]
+    if args.output:
+        return plot(reports, args.output)
+    for path, report in zip(args.files, reports):
+        plot([report], path)
 
 
 if __name__ == "__main__":

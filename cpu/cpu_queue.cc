@@ -18,7 +18,8 @@ void copy(const CopyParams& params, Threads& threads) {
   for (const CopyOp& op : params.ops) bytes += op.bytes;
   const auto items = static_cast<std::int64_t>(params.ops.size());
   // A single row per head is not worth waking a thread.
-  const std::int64_t grain = bytes < (std::size_t{64} << 10) ? items : 1;
+  const bool in_turn = params.way != CopyWay::fastest || bytes < (std::size_t{64} << 10);
+  const std::int64_t grain = in_turn ? items : 1;
   threads.for_ranges(items, grain, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t i = begin; i < end; ++i) {
       const CopyOp& op = params.ops[static_cast<std::size_t>(i)];

@@ -13,6 +13,7 @@
 #include "engine/session_step.h"
 #include "engine/tensors.h"
 #include "lib/bytes.h"
+#include "lib/counted_queue.h"
 #include "lib/traced_queue.h"
 #include "offload/attention/host_share.h"
 #include "offload/backends.h"
@@ -236,6 +237,7 @@ Engine Engine::Impl::open_to_plan(const EngineConfig& config, Checkpoint checkpo
   const WeightFormat format = config.weights.value_or(backend->weight_format());
   require_format(checkpoint, *backend, format);
   std::unique_ptr<Queue> queue = backend->make_queue();
+  if (config.counter) queue = std::make_unique<CountedQueue>(std::move(queue), config.counter);
   if (config.trace) queue = std::make_unique<TracedQueue>(std::move(queue), config.trace);
   const std::uint64_t backend_bytes = backend->account(Tier::device).used();
   const std::uint64_t staging_bytes = backend->account(Tier::host).used();

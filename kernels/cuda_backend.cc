@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <string>
+#include <vector>
 
 #include "kernels/attention/attention.h"
 #include "kernels/cuda_device.h"
@@ -146,18 +147,51 @@ std::unique_ptr<Weight> CudaBackend::take_weight(const WeightShape& shape) {
   return std::make_unique<CudaWeight>(allocate(Tier::device, weight_bytes(shape)), shape);
 }
 
-void CudaBackend::copy_large(CopyOp op, cudaStream_t stream) const {
+template <class Part>
+void CudaBackend::for_parts(CopyOp op, const Part& part) const {
   const auto within = [&](const std::byte* data, std::size_t bytes) {
-    const std::size_t part = memory_.host().reach(data, bytes);
-    return part > 0 ? part : bytes;
+    const std::size_t reached = memory_.host().reach(data, bytes);
+    return reached > 0 ? reached : bytes;
   };
   while (op.bytes > 0) {
     const std::size_t bytes = std::min(within(op.to, op.bytes), within(op.from, op.bytes));
-    require(cudaMemcpyAsync(op.to, op.from, bytes, cudaMemcpyDefault, stream), "a copy");
+    part(CopyOp{op.to, op.from, bytes});
     op.to += bytes;
     op.from += bytes;
     op.bytes -= bytes;
   }
+}
+
+void CudaBackend::copy_large(const CopyOp& op, cudaStream_t stream) const {
+  for_parts(op, [&](const CopyOp& part) {
+    require(cudaMemcpyAsync(part.to, part.from, part.bytes, cudaMemcpyDefault, stream), "a copy");
+  });
+}
+
+void CudaBackend::copy_batched(std::span<const CopyOp> ops, cudaStream_t stream) const {
+#if CUDART_VERSION >= 13000
+  std::vector<void*> to;
+  std::vector<const void*> from;
+  std::vector<std::size_t> bytes;
+  for (const CopyOp& op : ops) {
+    for_parts(op, [&](const CopyOp& part) {
+      to.push_back(part.to);
+      from.push_back(part.from);
+      bytes.push_back(part.bytes);
+    });
+  }
+  if (to.empty()) return;
+  cudaMemcpyAttributes in_order = {};
+  in_order.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
+  std::size_t first = 0;
+  require(cudaMemcpyBatchAsync(to.data(), from.data(), bytes.data(), to.size(), &in_order, &first,
+                               1, stream),
+          "a batch of copies");
+#else
+  static_cast<void>(ops);
+  static_cast<void>(stream);
+  throw Error(ErrorCode::unsupported, "batched copies need a program built with CUDA 13");
+#endif
 }
 
 void CudaBackend::require_usable(cudaStream_t stream) const {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <memory>
+#include <span>
 
 #include "kernels/cuda_backend.h"
 #include "kernels/dense/coded_tile.h"
@@ -56,7 +57,9 @@ class CudaBackend : public Backend {
   void use_device() const;
   const DeviceLimits& limits() const { return limits_; }
   // Issues a copy of any size. The driver wants each side of it within one allocation.
-  void copy_large(CopyOp op, cudaStream_t stream) const;
+  void copy_large(const CopyOp& op, cudaStream_t stream) const;
+  // The same for many copies as one request. Throws Error{unsupported} if built with CUDA 12.
+  void copy_batched(std::span<const CopyOp> ops, cudaStream_t stream) const;
   bool kernels_reach(const std::byte* data, std::size_t bytes) const {
     return memory_.device().covers(data, bytes) || memory_.host().covers(data, bytes);
   }
@@ -65,6 +68,9 @@ class CudaBackend : public Backend {
 
  private:
   void require_usable(cudaStream_t stream) const;
+  // Calls part(CopyOp) for the parts of a copy whose sides are within one allocation each.
+  template <class Part>
+  void for_parts(CopyOp op, const Part& part) const;
   std::unique_ptr<Weight> take_weight(const WeightShape& shape) override;
   std::byte* take(Tier tier, std::size_t bytes) override;
   void give_back(Tier tier, std::byte* data, std::size_t bytes) noexcept override;

@@ -66,12 +66,13 @@ CudaQueue::~CudaQueue() {
 }
 
 void CudaQueue::execute(const CopyParams& params) {
+  if (params.way == CopyWay::batched) return own().copy_batched(params.ops, stream());
   std::vector<CopyOp> small;
   for (const CopyOp& op : params.ops) {
     const bool reached =
         own().kernels_reach(op.to, op.bytes) && own().kernels_reach(op.from, op.bytes);
     check(reached || own().recording == 0, "a recorded copy of memory that is not pinned");
-    if (op.bytes < kSmallCopy && reached) {
+    if (op.bytes < kSmallCopy && reached && params.way == CopyWay::fastest) {
       small.push_back(op);
     } else {
       own().copy_large(op, stream());

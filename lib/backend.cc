@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <cstring>
+#include <iterator>
 #include <utility>
 #include <vector>
 
@@ -22,9 +23,7 @@ Buffer& Buffer::operator=(Buffer&& other) noexcept {
 }
 
 Buffer::~Buffer() {
-  if (data_ == nullptr) return;
-  owner_->give_back(tier_, data_, bytes_);
-  owner_->account(tier_).release(bytes_);
+  if (data_ != nullptr) owner_->release(tier_, data_, bytes_);
 }
 
 Buffer Memory::allocate(Tier tier, std::size_t bytes) {
@@ -33,11 +32,39 @@ Buffer Memory::allocate(Tier tier, std::size_t bytes) {
   std::byte* data = nullptr;
   try {
     data = take(tier, bytes);
+    if (tier == Tier::device) {
+      const std::lock_guard lock(mutex_);
+      on_device_.emplace(data, bytes);
+    }
   } catch (...) {
+    if (data != nullptr) give_back(tier, data, bytes);
     account(tier).release(bytes);
     throw;
   }
   return {this, tier, data, bytes};
+}
+
+void Memory::release(Tier tier, std::byte* data, std::size_t bytes) noexcept {
+  if (tier == Tier::device) {
+    const std::lock_guard lock(mutex_);
+    on_device_.erase(data);
+  }
+  give_back(tier, data, bytes);
+  account(tier).release(bytes);
+}
+
+bool Memory::is_on_device(const void* address) const {
+  const auto* const data = static_cast<const std::byte*>(address);
+  const std::lock_guard lock(mutex_);
+  const auto after = on_device_.upper_bound(data);
+  if (after == on_device_.begin()) return false;
+  const auto& [first, bytes] = *std::prev(after);
+  return data < first + bytes;
+}
+
+bool Memory::has_device_buffers() const {
+  const std::lock_guard lock(mutex_);
+  return !on_device_.empty();
 }
 
 std::unique_ptr<Weight> Backend::make_weight(const WeightShape& shape) {

@@ -44,7 +44,7 @@ nlohmann::json json_of_shape(const KvShape& shape) {
 class AttentionSubject : public BenchSubject {
  public:
   AttentionSubject(const BenchFlags& flags, const KvShape& shape, BenchSteps steps)
-      : flags_(flags), steps_(steps), base_(base_cache(flags, shape)) {
+      : flags_(flags), steps_(steps), base_(base_cache(flags, shape)), recount_(flags) {
     require_cache();
   }
 
@@ -70,7 +70,12 @@ class AttentionSubject : public BenchSubject {
     if (dense.empty() && cell.method.policy != Policy()) {
       static_cast<void>(run_one(cell.key, Policy(), replay, dense));
     }
-    return run_one(cell.key, cell.method.policy, replay, dense);
+    CellResult result = run_one(cell.key, cell.method.policy, replay, dense);
+    const bool sees_keys = base_.scorers.at(cell.method.policy.select).by_backend();
+    recount(result, cell.key, steps_, recount_, sees_keys, [&](StepCheck& check) {
+      static_cast<void>(run_one(cell.key, cell.method.policy, replay, dense, {.check = &check}));
+    });
+    return result;
   }
 
  protected:
@@ -116,13 +121,14 @@ class AttentionSubject : public BenchSubject {
   }
 
   CellResult run_one(const CellKey& key, const Policy& policy, const ReplayRows& rows,
-                     DenseOutputs& dense) const {
+                     DenseOutputs& dense, const CellWatch& watch = {}) const {
     KvConfig config = cache_of(base_, key, policy, steps_);
+    if (watch.check != nullptr) config.counter = recount_.counter;
     if (!key.device_memory.empty()) {
       config.device_memory = parse_cap(key.device_memory, "--device-memory");
     }
     try {
-      return run_replay(config, key, steps_, rows, dense);
+      return run_replay(config, key, steps_, rows, dense, watch);
     } catch (const Error& error) {
       if (error.code() != ErrorCode::numeric) throw;
       throw Error(error.code(),
@@ -133,6 +139,7 @@ class AttentionSubject : public BenchSubject {
   const BenchFlags& flags_;
   BenchSteps steps_;
   KvConfig base_;
+  Recount recount_;
   // Dense attention by context and number of sequences.
   std::map<std::pair<std::int64_t, int>, DenseOutputs> dense_;
 };

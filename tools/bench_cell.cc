@@ -51,22 +51,62 @@ std::vector<const Ledger*> session_ledgers(std::span<const Session> sessions) {
 
 }  // namespace
 
-void add_step(std::span<const Ledger* const> ledgers, std::vector<std::uint64_t>& seen,
-              std::map<LayerMovement, Moved>* moved) {
-  std::set<LayerMovement> kinds;
+std::vector<LedgerEntry> new_entries(std::span<const Ledger* const> ledgers,
+                                     std::vector<std::uint64_t>& seen) {
+  std::vector<LedgerEntry> entries;
   for (std::size_t i = 0; i < ledgers.size(); ++i) {
     for (const LedgerStep& step : ledgers[i]->history()) {
       if (step.index < seen[i]) continue;
-      for (const LedgerEntry& entry : step.entries) {
-        const LayerMovement kind = {entry.layer, entry.from, entry.to, entry.cause};
-        if (moved != nullptr) (*moved)[kind].traffic += entry.traffic;
-        kinds.insert(kind);
-      }
+      entries.insert(entries.end(), step.entries.begin(), step.entries.end());
     }
     seen[i] = ledgers[i]->history().back().index + 1;
   }
-  if (moved == nullptr) return;
-  for (const LayerMovement& kind : kinds) ++(*moved)[kind].requests;
+  return entries;
+}
+
+void add_step(std::span<const LedgerEntry> entries, std::map<LayerMovement, Moved>& moved) {
+  std::set<LayerMovement> kinds;
+  for (const LedgerEntry& entry : entries) {
+    const LayerMovement kind = {entry.layer, entry.from, entry.to, entry.cause};
+    moved[kind].traffic += entry.traffic;
+    kinds.insert(kind);
+  }
+  for (const LayerMovement& kind : kinds) ++moved[kind].requests;
+}
+
+Recount::Recount(const BenchFlags& flags)
+    : device(flags.model.config().device), threads(flags.model.config().threads) {
+  if (!flags.check && flags.transfers.empty()) return;
+  counter = std::make_shared<TrafficCounter>();
+  for (const std::string& name : flags.transfers) ways.push_back(parse_transfer(name));
+  if (!ways.empty()) counter->keep_missed();
+}
+
+void recount(CellResult& measured, const CellKey& key, const BenchSteps& steps, Recount& how,
+             bool sees_keys, const std::function<void(StepCheck&)>& run) {
+  if (how.counter == nullptr) return;
+  const KvPlan& plan = measured.plan.kv;
+  if (!plan.in_place) {
+    for (const TransferWay& way : how.ways) measured.brought.push_back({way, {}, {}});
+  }
+  const std::int64_t tokens = tokens_of(key, steps);
+  StepCheck check(*how.counter, sees_keys, [&](const CountedTraffic& counted) {
+    if (measured.brought.empty()) return;
+    if (how.bench == nullptr || how.bench->tokens() < tokens) {
+      how.bench.reset();
+      how.bench = std::make_unique<TransferBench>(how.device, how.threads, plan.shape, tokens);
+    }
+    for (Brought& brought : measured.brought) how.bench->bring(counted.missed, brought);
+  });
+  run(check);
+  measured.checked = check.steps();
+  if (plan.host_attention) return;
+  std::vector<LedgerEntry> entries;
+  for (const auto& [kind, moved] : measured.moved) {
+    const auto& [layer, from, to, cause] = kind;
+    entries.push_back({layer, from, to, cause, moved.traffic});
+  }
+  check.compare(entries);
 }
 
 Crossing CellResult::crossed() const {
@@ -96,7 +136,7 @@ bool is_answer(const Error& error) {
 
 CellResult run_cell(Engine& engine, const CellKey& key, const Policy& policy,
                     const BenchSteps& steps, std::span<const std::span<const TokenId>> texts,
-                    DenseAnswers& dense) {
+                    DenseAnswers& dense, const CellWatch& watch) {
   const SessionOptions options = session_of(key, policy, steps);
   CellResult result;
   result.plan = engine.plan(options);
@@ -113,10 +153,13 @@ CellResult run_cell(Engine& engine, const CellKey& key, const Policy& policy,
   for (int step = 0; step < steps.warm_up + steps.steps; ++step) {
     const bool counts = step >= steps.warm_up;
     const Clock::time_point begin = Clock::now();
+    if (watch.check != nullptr) watch.check->begin_step();
     const std::span<const float> logits = decode(engine, sessions, texts);
     const double seconds = seconds_since(begin);
-    add_step(session_ledgers(sessions), seen, counts ? &result.moved : nullptr);
+    const std::vector<LedgerEntry> entries = new_entries(session_ledgers(sessions), seen);
+    if (watch.check != nullptr) watch.check->end_step(entries, !counts);
     if (!counts) continue;
+    add_step(entries, result.moved);
     result.step_seconds.push_back(seconds);
     compare(logits, static_cast<std::size_t>(step - steps.warm_up), dense, result);
   }

@@ -3,7 +3,9 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <map>
+#include <memory>
 #include <optional>
 #include <span>
 #include <string>
@@ -14,6 +16,9 @@
 #include "sluice/engine.h"
 #include "sluice/errors.h"
 #include "sluice/ledger.h"
+#include "tools/bench_check.h"
+#include "tools/bench_flags.h"
+#include "tools/bench_transfer.h"
 
 namespace sluice::tools {
 
@@ -56,14 +61,38 @@ struct CellResult {
   std::vector<double> output_error;     // |output - dense output| / |dense output|
   std::vector<double> attended_weight;  // share of dense attention's weight that was attended
 
+  // With --check or --transfer, of the same steps in a run of their own:
+  std::optional<CheckedSteps> checked;
+  std::vector<Brought> brought;  // rows that they missed, by --transfer
+
   // Sums over layers and causes of what crossed between two different tiers.
   Crossing crossed() const;
 };
 
-// Counts what a step's sequences moved: what their ledgers have recorded since the steps in `seen`,
-// which it moves on.
-void add_step(std::span<const Ledger* const> ledgers, std::vector<std::uint64_t>& seen,
-              std::map<LayerMovement, Moved>* moved);
+// What the ledgers of a step's sequences have recorded since the steps in `seen`, which it moves
+// on.
+std::vector<LedgerEntry> new_entries(std::span<const Ledger* const> ledgers,
+                                     std::vector<std::uint64_t>& seen);
+// Adds what a step's sequences moved.
+void add_step(std::span<const LedgerEntry> entries, std::map<LayerMovement, Moved>& moved);
+
+// How the steps of a second run are counted.
+struct Recount {
+  std::shared_ptr<TrafficCounter> counter;  // null: there is no second run
+  std::vector<TransferWay> ways;
+  std::string device;
+  int threads = 0;
+  std::unique_ptr<TransferBench> bench;  // made when rows are first brought
+
+  // By the flags.
+  explicit Recount(const BenchFlags& flags);
+};
+
+// Checks the steps of a second run, which `run` makes, and brings the rows that they missed in
+// other ways. Throws LedgerDiffers also if they moved something else than was measured, but not
+// with a share of attention on the CPU, which changes with time.
+void recount(CellResult& measured, const CellKey& key, const BenchSteps& steps, Recount& how,
+             bool sees_keys, const std::function<void(StepCheck&)>& run);
 
 // Tokens that every sequence is fed: the prompt and the steps' tokens.
 std::int64_t tokens_of(const CellKey& key, const BenchSteps& steps);
@@ -73,10 +102,15 @@ SessionOptions session_of(const CellKey& key, const Policy& policy, const BenchS
 // would go wrong in other cells, too.
 bool is_answer(const Error& error);
 
+// Who gets every step of a cell, besides its result.
+struct CellWatch {
+  StepCheck* check = nullptr;
+};
+
 // Runs a cell. Sequence i reads `texts[i]`, tokens_of() tokens. Fills `dense` if it is empty and
 // compares with it otherwise. Throws Error{memory} if the plan does not fit.
 CellResult run_cell(Engine& engine, const CellKey& key, const Policy& policy,
                     const BenchSteps& steps, std::span<const std::span<const TokenId>> texts,
-                    DenseAnswers& dense);
+                    DenseAnswers& dense, const CellWatch& watch = {});
 
 }  // namespace sluice::tools

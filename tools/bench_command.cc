@@ -16,7 +16,9 @@
 #include "tools/bench_record.h"
 #include "tools/bench_report.h"
 #include "tools/bench_subject.h"
+#include "tools/bench_transfer.h"
 #include "tools/commands.h"
+#include "tools/exit_code.h"
 #include "tools/flags.h"
 #include "tools/model_flags.h"
 #include "tools/output.h"
@@ -106,6 +108,10 @@ void validate_flags(const CLI::App& app, const BenchFlags& flags) {
   require_usage(flags.record != "-", "--record takes a file, not standard output");
   require_usage(flags.record.empty() || !flags.resume,
                 "--record goes with a run from its beginning, not with --resume");
+  for (const std::string& name : flags.transfers) static_cast<void>(parse_transfer(name));
+  if (flags.check || !flags.transfers.empty()) {
+    refuse_flags(app, {"--disk"}, "does not go with --check and --transfer, which count no disks");
+  }
   require_resumable(flags.resume, flags.json);
 }
 
@@ -174,7 +180,9 @@ nlohmann::json measure(BenchSubject& subject, const WantedCell& wanted,
     return cell_json(wanted.key, wanted.method.line, subject.run(wanted), buses);
   } catch (const Error& error) {
     if (!is_answer(error)) throw;
-    return cell_json(wanted.key, wanted.method.line, error);
+    return cell_json(wanted.key, wanted.method.line, exit_code(error.code()), error.what());
+  } catch (const LedgerDiffers& differs) {
+    return cell_json(wanted.key, wanted.method.line, kDifferenceExit, differs.what());
   }
 }
 
@@ -245,7 +253,8 @@ int run(const CLI::App& app, const BenchFlags& flags) {
   print_beside_report(flags.json, bench_table(shown));
   report.finish();
   const int code = exit_code_of(shown);
-  if (code != 0) print_error("sluice: some cells could not run; the table says why\n");
+  if (code != 0)
+    print_error("sluice: some cells could not run or failed their check; the table says why\n");
   return code;
 }
 
@@ -327,6 +336,15 @@ Command add_bench(CLI::App& app) {
                  "RATE,LATENCY, as 12.5GB/s,10us: models the steps over a bus with this rate and "
                  "this latency per request; several")
       ->allow_extra_args();
+  app.add_flag("--check", flags->check,
+               "run each cell a second time, count every row that its steps read and write apart "
+               "from the ledger, and fail with exit code 1 where the ledger has something else");
+  app.add_option("--transfer", flags->transfers,
+                 "run each cell a second time, as --check does, and bring the rows that its steps "
+                 "missed in other ways, with the time of each: gather (one kernel per layer), rows "
+                 "(a copy per run of "
+                 "neighbouring rows), batched (the same copies, a request per layer), page16 or "
+                 "page128 (a copy per page that has such a row; also 8, 32 and 64); several");
   app.add_flag("--no-baseline", flags->no_baseline, "do not add dense attention to the table");
   app.add_option("--json", flags->json,
                  "write every number to this file, after each cell; - for standard output");

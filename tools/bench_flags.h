@@ -32,6 +32,8 @@ struct BenchFlags {
   std::string json;
   std::string csv;
   bool no_baseline = false;
+  bool check = false;
+  std::vector<std::string> transfers;
   bool force = false;
   bool resume = false;
 };

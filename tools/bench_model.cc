@@ -13,13 +13,10 @@
 namespace sluice::tools {
 namespace {
 
-Engine open_bench_engine(const ModelFlags& flags, const std::string& cap,
-                         std::shared_ptr<RowObserver> observer = nullptr) {
+EngineConfig bench_config(const ModelFlags& flags, const std::string& cap) {
   ModelFlags model = flags;
   model.device_memory = cap;
-  EngineConfig config = model.config();
-  config.observer = std::move(observer);
-  return Engine::open(config);
+  return model.config();
 }
 
 // The ids of a text, from which every sequence reads a part of its own.
@@ -60,8 +57,9 @@ class Texts {
 // The engine of one cap at a time, because two would take twice the memory.
 class Engines {
  public:
-  explicit Engines(const ModelFlags& flags)
-      : flags_(flags), engine_(open_bench_engine(flags, "")) {}
+  // `counter`: counts in every engine; null: none.
+  Engines(const ModelFlags& flags, std::shared_ptr<TrafficCounter> counter)
+      : flags_(flags), counter_(std::move(counter)), engine_(open("")) {}
 
   // The engine without a cap, whose weights need not be loaded; until under() is called.
   const Engine& first() const { return *engine_; }
@@ -70,14 +68,21 @@ class Engines {
     if (!engine_ || cap != cap_) {
       engine_.reset();
       cap_ = cap;
-      engine_ = open_bench_engine(flags_, cap);
+      engine_ = open(cap);
     }
     engine_->load_weights();
     return *engine_;
   }
 
  private:
+  Engine open(const std::string& cap) const {
+    EngineConfig config = bench_config(flags_, cap);
+    config.counter = counter_;
+    return Engine::open(config);
+  }
+
   const ModelFlags& flags_;
+  std::shared_ptr<TrafficCounter> counter_;
   std::string cap_;
   std::optional<Engine> engine_;
 };
@@ -87,7 +92,8 @@ class ModelSubject : public BenchSubject {
   explicit ModelSubject(const BenchFlags& flags)
       : flags_(flags),
         steps_(steps_of(flags, {})),
-        engines_(flags.model),
+        recount_(flags),
+        engines_(flags.model, recount_.counter),
         texts_(engines_.first(), flags.text) {}
 
   Policy policy(const std::string& text) const override {
@@ -124,7 +130,9 @@ class ModelSubject : public BenchSubject {
     const std::vector<std::vector<TokenId>> parts = texts_.parts(cell.key, steps_);
     const std::span<const TokenId> part = parts.front();
     DenseAnswers ignored;
-    Engine engine = open_bench_engine(flags_.model, key.device_memory, recorder);
+    EngineConfig config = bench_config(flags_.model, key.device_memory);
+    config.observer = recorder;
+    Engine engine = Engine::open(config);
     static_cast<void>(run_cell(engine, key, cell.method.policy, steps_, {&part, 1}, ignored));
     recorder->finish();
   }
@@ -138,7 +146,13 @@ class ModelSubject : public BenchSubject {
     if (answers.empty() && cell.method.policy != Policy()) {
       static_cast<void>(run_cell(engine, key, Policy(), steps_, views, answers));
     }
-    return run_cell(engine, key, cell.method.policy, steps_, views, answers);
+    CellResult result = run_cell(engine, key, cell.method.policy, steps_, views, answers);
+    const bool sees_keys = flags_.model.config().scorers.at(cell.method.policy.select).by_backend();
+    recount(result, key, steps_, recount_, sees_keys, [&](StepCheck& check) {
+      static_cast<void>(
+          run_cell(engine, key, cell.method.policy, steps_, views, answers, {.check = &check}));
+    });
+    return result;
   }
 
  private:
@@ -169,6 +183,7 @@ class ModelSubject : public BenchSubject {
 
   const BenchFlags& flags_;
   BenchSteps steps_;
+  Recount recount_;
   Engines engines_;
   Texts texts_;
   // Dense attention's answers by context and number of sequences.

@@ -171,7 +171,7 @@ KvConfig cache_of(const KvConfig& base, const CellKey& key, const Policy& policy
 }
 
 CellResult run_replay(const KvConfig& config, const CellKey& key, const BenchSteps& steps,
-                      const ReplayRows& rows, DenseOutputs& dense) {
+                      const ReplayRows& rows, DenseOutputs& dense, const CellWatch& watch) {
   KvCache cache(config);
   CellResult result;
   result.plan.kv = cache.plan();
@@ -192,10 +192,13 @@ CellResult run_replay(const KvConfig& config, const CellKey& key, const BenchSte
     const bool counts = step >= steps.warm_up;
     inputs.read(step, rows.first + key.context + step);
     const ReplayClock::time_point begin = ReplayClock::now();
+    if (watch.check != nullptr) watch.check->begin_step();
     run_step(cache.begin_step(batch), inputs, config.shape.layers, outputs);
     const double seconds = replay_seconds(begin);
-    add_step(replay_ledgers(sequences), seen, counts ? &result.moved : nullptr);
+    const std::vector<LedgerEntry> entries = new_entries(replay_ledgers(sequences), seen);
+    if (watch.check != nullptr) watch.check->end_step(entries, !counts);
     if (!counts) continue;
+    add_step(entries, result.moved);
     result.step_seconds.push_back(seconds);
     compare_outputs(outputs.first(), static_cast<std::size_t>(step - steps.warm_up), outputs.dim,
                     dense, result);

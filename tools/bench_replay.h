@@ -33,6 +33,6 @@ KvConfig cache_of(const KvConfig& base, const CellKey& key, const Policy& policy
 // step appends the next token's and attends with its queries. Fills `dense` if it is empty and
 // compares with it otherwise. Throws what KvCache and reading the rows throw.
 CellResult run_replay(const KvConfig& config, const CellKey& key, const BenchSteps& steps,
-                      const ReplayRows& rows, DenseOutputs& dense);
+                      const ReplayRows& rows, DenseOutputs& dense, const CellWatch& watch = {});
 
 }  // namespace sluice::tools

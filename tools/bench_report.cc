@@ -12,7 +12,6 @@
 
 #include "lib/bytes.h"
 #include "tools/eval_report.h"
-#include "tools/exit_code.h"
 #include "tools/output.h"
 
 namespace sluice::tools {
@@ -61,6 +60,23 @@ nlohmann::json traffic_json(const CellResult& result, double steps) {
   return entries;
 }
 
+// Per step.
+nlohmann::json checked_json(const CheckedSteps& checked) {
+  const auto steps = static_cast<double>(checked.steps);
+  nlohmann::json entries = nlohmann::json::array();
+  for (const auto& [movement, traffic] : checked.counted.moved) {
+    const auto& [from, to, cause] = movement;
+    entries.push_back({{"from", to_string(from)},
+                       {"to", to_string(to)},
+                       {"cause", to_string(cause)},
+                       {"rows", static_cast<double>(traffic.rows) / steps},
+                       {"bytes", static_cast<double>(traffic.bytes) / steps}});
+  }
+  return {{"steps", checked.steps},
+          {"counted", entries},
+          {"beside_bytes", static_cast<double>(checked.counted.beside) / steps}};
+}
+
 nlohmann::json modelled_json(const Bus& bus, const Crossing& crossed, double steps,
                              double step_ms) {
   const double transfer_ms = 1e3 * transfer_seconds(bus, crossed) / steps;
@@ -68,6 +84,27 @@ nlohmann::json modelled_json(const Bus& bus, const Crossing& crossed, double ste
           {"transfer_ms", transfer_ms},
           {"step_ms", step_ms + transfer_ms},
           {"overlapped_step_ms", std::max(step_ms, transfer_ms)}};
+}
+
+// The rows that were missed, brought in one way. Modelled is the whole step: what crosses besides
+// them stays as it is.
+nlohmann::json brought_json(const Brought& brought, const CellResult& result,
+                            std::span<const Bus> buses, double step_ms) {
+  const auto steps = static_cast<double>(brought.seconds.size());
+  Crossing crossed = brought.crossed;
+  for (const auto& [kind, moved] : result.moved) {
+    const auto& [layer, from, to, cause] = kind;
+    if (from != to && cause != Cause::miss) crossed += {moved.traffic.bytes, moved.requests};
+  }
+  nlohmann::json models = nlohmann::json::array();
+  for (const Bus& bus : buses) models.push_back(modelled_json(bus, crossed, steps, step_ms));
+  return {{"way", brought.way.name},
+          {"bytes", static_cast<double>(brought.crossed.bytes) / steps},
+          {"requests", static_cast<double>(brought.crossed.requests) / steps},
+          {"ms",
+           {{"p50", 1e3 * percentile(brought.seconds, 0.5)},
+            {"p99", 1e3 * percentile(brought.seconds, 0.99)}}},
+          {"modelled", models}};
 }
 
 // Without a model a plan has nothing of weights, activations and the process.
@@ -84,9 +121,10 @@ nlohmann::json plan_json(const CellResult& result) {
   return plan;
 }
 
-// A cell's loss: of tokens with a model, else of attention's outputs.
-const char* loss_of(const nlohmann::json& cell) {
-  return cell.contains("output_error") ? "output_error" : "kl";
+// A cell's loss in a column: of tokens with a model, else of attention's outputs.
+std::string loss_of(const nlohmann::json& cell) {
+  const char* const loss = cell.contains("output_error") ? "output_error" : "kl";
+  return format("%8.4f", cell[loss]["mean"].get<double>());
 }
 
 bool has_output_errors(const nlohmann::json& cells) {
@@ -118,26 +156,66 @@ std::string bytes_text(const nlohmann::json& bytes) {
   return format_bytes(static_cast<std::uint64_t>(std::llround(bytes.get<double>())));
 }
 
-std::string table_line(const nlohmann::json& cell, std::size_t width) {
+// What identifies a cell, in columns.
+std::string cell_head(const nlohmann::json& cell, std::size_t width) {
   std::string name = cell["policy"];
   name.resize(std::max(width, name.size()), ' ');
-  std::string line =
-      name + format(" %8lld %9s %4d ", static_cast<long long>(cell["context"].get<std::int64_t>()),
-                    cap_of(cell).c_str(), cell["sequences"].get<int>());
+  return name + format(" %8lld %9s %4d ",
+                       static_cast<long long>(cell["context"].get<std::int64_t>()),
+                       cap_of(cell).c_str(), cell["sequences"].get<int>());
+}
+
+std::string modelled_columns(const nlohmann::json& models) {
+  std::string columns;
+  for (const nlohmann::json& model : models) {
+    columns += format("  %8.2f %8.2f", model["step_ms"].get<double>(),
+                      model["overlapped_step_ms"].get<double>());
+  }
+  return columns;
+}
+
+std::string table_line(const nlohmann::json& cell, std::size_t width) {
+  const std::string line = cell_head(cell, width);
   if (cell.contains("error")) {
     return line + " " + cell["error"]["message"].get<std::string>() + "\n";
   }
   const nlohmann::json& ms = cell["step_ms"];
-  line +=
-      format("%8.2f %8.2f %8.1f %8.2f %10s %10s %8.4f", ms["p50"].get<double>(),
-             ms["p99"].get<double>(), cell["tokens_per_second"].get<double>(),
-             cell["prompt_seconds"].get<double>(), bytes_text(cell["crossed_bytes"]).c_str(),
-             bytes_text(cell["index_bytes"]).c_str(), cell[loss_of(cell)]["mean"].get<double>());
-  for (const nlohmann::json& model : cell["modelled"]) {
-    line += format("  %8.2f %8.2f", model["step_ms"].get<double>(),
-                   model["overlapped_step_ms"].get<double>());
+  return line +
+         format("%8.2f %8.2f %8.1f %8.2f %10s %10s ", ms["p50"].get<double>(),
+                ms["p99"].get<double>(), cell["tokens_per_second"].get<double>(),
+                cell["prompt_seconds"].get<double>(), bytes_text(cell["crossed_bytes"]).c_str(),
+                bytes_text(cell["index_bytes"]).c_str()) +
+         loss_of(cell) + modelled_columns(cell["modelled"]) + "\n";
+}
+
+std::string bus_columns(std::size_t buses) {
+  std::string columns;
+  for (std::size_t i = 1; i <= buses; ++i) {
+    const std::string number = std::to_string(i);
+    columns += format("  %8s %8s", ("+bus" + number).c_str(), ("|bus" + number).c_str());
   }
-  return line + "\n";
+  return columns;
+}
+
+// The rows that steps missed, by the ways of bringing them; empty if there are none.
+std::string transfer_table(const nlohmann::json& cells, std::size_t width, std::size_t buses) {
+  std::string lines;
+  for (const nlohmann::json& cell : cells) {
+    for (const nlohmann::json& transfer : cell.value("transfers", nlohmann::json::array())) {
+      lines += cell_head(cell, width) +
+               format("%8s %10.1f %10s %8.3f %8.3f", transfer["way"].get<std::string>().c_str(),
+                      transfer["requests"].get<double>(), bytes_text(transfer["bytes"]).c_str(),
+                      transfer["ms"]["p50"].get<double>(), transfer["ms"]["p99"].get<double>()) +
+               modelled_columns(transfer["modelled"]) + "\n";
+    }
+  }
+  if (lines.empty()) return "";
+  std::string head = "missed rows";
+  head.resize(std::max(width, head.size()), ' ');
+  return "\n" + head +
+         format(" %8s %9s %4s %8s %10s %10s %8s %8s", "context", "cap", "seqs", "brought",
+                "requests", "bytes/step", "ms p50", "ms p99") +
+         bus_columns(buses) + "\n" + lines;
 }
 
 // Null if the cell has no such estimate.
@@ -192,6 +270,13 @@ nlohmann::json cell_json(const CellKey& key, const std::string& line, const Cell
   cell["crossed_requests"] = static_cast<double>(crossed.requests) / steps;
   cell["traffic"] = traffic_json(result, steps);
   cell["traffic_by_layer"] = by_layer_json(result, steps);
+  if (result.checked) cell["checked"] = checked_json(*result.checked);
+  if (!result.brought.empty()) {
+    nlohmann::json& transfers = cell["transfers"] = nlohmann::json::array();
+    for (const Brought& brought : result.brought) {
+      transfers.push_back(brought_json(brought, result, buses, median));
+    }
+  }
   cell["index_bytes"] = result.plan.kv.index_bytes;
   cell["device_bytes"] = result.plan.kv.device_bytes;
   cell["host_bytes"] = result.plan.kv.host_bytes;
@@ -203,9 +288,10 @@ nlohmann::json cell_json(const CellKey& key, const std::string& line, const Cell
   return cell;
 }
 
-nlohmann::json cell_json(const CellKey& key, const std::string& line, const Error& error) {
+nlohmann::json cell_json(const CellKey& key, const std::string& line, int exit_code,
+                         const std::string& why) {
   nlohmann::json cell = head_json(key, line);
-  cell["error"] = {{"exit_code", exit_code(error.code())}, {"message", with_flags(error.what())}};
+  cell["error"] = {{"exit_code", exit_code}, {"message", with_flags(why)}};
   return cell;
 }
 
@@ -223,12 +309,10 @@ std::string bench_table(const nlohmann::json& cells) {
       if (std::find(buses.begin(), buses.end(), name) == buses.end()) buses.push_back(name);
     }
   }
-  for (std::size_t i = 0; i < buses.size(); ++i) {
-    const std::string number = std::to_string(i + 1);
-    table += format("  %8s %8s", ("+bus" + number).c_str(), ("|bus" + number).c_str());
-  }
+  table += bus_columns(buses.size());
   table += "\n";
   for (const nlohmann::json& cell : cells) table += table_line(cell, width);
+  table += transfer_table(cells, width, buses.size());
   for (std::size_t i = 0; i < buses.size(); ++i) {
     const std::string number = std::to_string(i + 1);
     table += "+bus" + number;
@@ -241,16 +325,18 @@ std::string bench_table(const nlohmann::json& cells) {
 
 std::string bench_csv(const nlohmann::json& cells) {
   std::string csv =
-      "policy,context,device_memory,sequences,bus,steps,step_ms_mean,step_ms_p50,step_ms_p99,"
+      "policy,context,device_memory,sequences,bus,transfer,steps,step_ms_mean,step_ms_p50,step_ms_"
+      "p99,"
       "tokens_per_second,prompt_seconds,kl,kl_error,top1_agreement,output_error,output_error_error,"
       "attended_weight,crossed_bytes,crossed_requests,"
       "index_bytes,device_bytes,host_bytes,disk_bytes,transfer_ms,modelled_step_ms,"
-      "modelled_overlapped_step_ms,error\n";
+      "modelled_overlapped_step_ms,brought_bytes,brought_requests,brought_ms_p50,brought_ms_p99,"
+      "error\n";
   for (const nlohmann::json& cell : cells) {
     const std::string key = quoted(cell["policy"]) + "," + cell["context"].dump() + "," +
                             cap_of(cell) + "," + cell["sequences"].dump();
     if (cell.contains("error")) {
-      csv += key + std::string(23, ',') + quoted(cell["error"]["message"]) + "\n";
+      csv += key + std::string(28, ',') + quoted(cell["error"]["message"]) + "\n";
       continue;
     }
     std::string numbers;
@@ -265,21 +351,32 @@ std::string bench_csv(const nlohmann::json& cells) {
           cell["disk_bytes"]}) {
       numbers += "," + (value.is_null() ? "" : value.dump());
     }
-    const auto add_line = [&](const std::string& bus, const std::string& modelled) {
-      csv += key;
-      csv += ",";
-      csv += bus;
-      csv += numbers;
-      csv += modelled;
-    };
-    for (const nlohmann::json& model : cell["modelled"]) {
-      std::string times;
-      for (const char* const name : {"transfer_ms", "step_ms", "overlapped_step_ms"}) {
-        times += "," + model[name].dump();
+    const auto add_lines = [&](const nlohmann::json& models, const std::string& way,
+                               const std::string& brought) {
+      const auto add_line = [&](const std::string& bus, const std::string& times) {
+        for (const std::string& part : {key, "," + bus + "," + way, numbers, times, brought}) {
+          csv += part;
+        }
+        csv += ",\n";
+      };
+      for (const nlohmann::json& model : models) {
+        std::string times;
+        for (const char* const name : {"transfer_ms", "step_ms", "overlapped_step_ms"}) {
+          times += "," + model[name].dump();
+        }
+        add_line(quoted(model["bus"]), times);
       }
-      add_line(quoted(model["bus"]), times + ",\n");
+      if (models.empty()) add_line("", ",,,");
+    };
+    add_lines(cell["modelled"], "", ",,,,");
+    for (const nlohmann::json& transfer : cell.value("transfers", nlohmann::json::array())) {
+      std::string brought;
+      for (const nlohmann::json& value : {transfer["bytes"], transfer["requests"],
+                                          transfer["ms"]["p50"], transfer["ms"]["p99"]}) {
+        brought += "," + value.dump();
+      }
+      add_lines(transfer["modelled"], transfer["way"], brought);
     }
-    if (cell["modelled"].empty()) add_line("", ",,,,\n");
   }
   return csv;
 }

@@ -16,8 +16,9 @@ nlohmann::json json_of(const CellKey& key);
 // A finished cell. Steps are compared with `buses` by the median of the measured steps.
 nlohmann::json cell_json(const CellKey& key, const std::string& line, const CellResult& result,
                          std::span<const Bus> buses);
-// A cell that could not run.
-nlohmann::json cell_json(const CellKey& key, const std::string& line, const Error& error);
+// A cell that could not run, or whose check failed.
+nlohmann::json cell_json(const CellKey& key, const std::string& line, int exit_code,
+                         const std::string& why);
 
 // The value that a share of `values` does not exceed, nearest rank: 0.5 is the median.
 double percentile(std::vector<double> values, double share);

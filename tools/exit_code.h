@@ -7,6 +7,7 @@
 
 namespace sluice::tools {
 
+constexpr int kDifferenceExit = 1;  // a check found a difference
 constexpr int kUsageExit = 2;
 constexpr int kMemoryExit = 8;
 constexpr int kInternalExit = 10;

@@ -25,9 +25,10 @@ namespace sluice::tools {
 namespace {
 
 constexpr const char* kFooter =
-    "Exit codes: 0 success, 2 bad flag, 3 file not found, 4 corrupt checkpoint,\n"
-    "5 not supported, 6 tokenizer, 7 prompt, 8 memory cap too small, 9 reading or\n"
-    "writing failed, 10 internal error, 11 NaN or infinity, 130 interrupted.";
+    "Exit codes: 0 success, 1 a check found a difference, 2 bad flag, 3 file not\n"
+    "found, 4 corrupt checkpoint, 5 not supported, 6 tokenizer, 7 prompt, 8 memory\n"
+    "cap too small, 9 reading or writing failed, 10 internal error, 11 NaN or\n"
+    "infinity, 130 interrupted.";
 
 int fail(int code, const std::string& message) {
   print_error("sluice: " + with_flags(one_line(message)) + "\n");

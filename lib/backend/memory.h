@@ -2,6 +2,8 @@
 #pragma once
 
 #include <cstddef>
+#include <map>
+#include <mutex>
 
 #include "lib/memory_account.h"
 #include "sluice/types.h"
@@ -47,6 +49,11 @@ class Memory {
   // Throws Error{memory} past the tier's cap or when the machine has no more.
   Buffer allocate(Tier tier, std::size_t bytes);
 
+  // Whether an address lies in a buffer of Tier::device, and whether there is such a buffer. Any
+  // thread may call them.
+  bool is_on_device(const void* address) const;
+  bool has_device_buffers() const;
+
   // Makes host memory reachable for transfers (pins it); release before unmapping.
   virtual void register_host(std::byte* data, std::size_t bytes) = 0;
   virtual void unregister_host(std::byte* data) noexcept = 0;
@@ -55,6 +62,10 @@ class Memory {
   friend class Buffer;
   virtual std::byte* take(Tier tier, std::size_t bytes) = 0;
   virtual void give_back(Tier tier, std::byte* data, std::size_t bytes) noexcept = 0;
+  void release(Tier tier, std::byte* data, std::size_t bytes) noexcept;
+
+  mutable std::mutex mutex_;
+  std::map<const std::byte*, std::size_t> on_device_;  // bytes of buffers, by their first byte
 };
 
 }  // namespace sluice

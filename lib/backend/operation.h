@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <span>
 #include <variant>
 
@@ -24,10 +25,19 @@ struct CopyOp {
   std::size_t bytes = 0;
 };
 
+// How a backend makes the copies of one operation; one without a copy engine does `fastest`
+// together and the others one after the other.
+enum class CopyWay : std::uint8_t {
+  fastest,  // small pieces by a kernel, large ones by the copy engine
+  each,     // one request of the copy engine for each
+  batched,  // one request of the copy engine for all; Error{unsupported} if it has none
+};
+
 // Copies between any tiers but disk. Regions do not overlap.
 struct CopyParams {
   static constexpr OperationLabel kLabel = {"copy", TraceKind::copy};
   std::span<const CopyOp> ops;
+  CopyWay way = CopyWay::fastest;
 };
 
 template <class... Params>

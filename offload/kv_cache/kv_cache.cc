@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "lib/bytes.h"
+#include "lib/counted_queue.h"
 #include "lib/process_limits.h"
 #include "offload/backends.h"
 #include "offload/kv_cache/kv_cache_impl.h"
@@ -175,6 +176,7 @@ KvCache::KvCache(const KvConfig& config) {
   validate(config);
   std::unique_ptr<Backend> backend = make_backend(backend_options(config));
   std::unique_ptr<Queue> queue = backend->make_queue({.stream = config.stream, .records = false});
+  if (config.counter) queue = std::make_unique<CountedQueue>(std::move(queue), config.counter);
   const KvPlan plan = plan_cache(config, *backend);
   try {
     impl_ = std::make_shared<Impl>(config, std::move(backend), std::move(queue), plan);

@@ -1,9 +1,13 @@
 // The ledger's reads are those that happened: the reference backend tells of every row and every
 // page of the index that it reads, and of every key that an estimate looks at. It reads as the CPU
 // does, or as a GPU does that reads tiles whole and what a KV head's queries share more than once.
+// A TrafficCounter, which counts from the parameters of operations, agrees with both.
 #include <gtest/gtest.h>
 
+#include <map>
+
 #include "cpu/cpu_backend.h"
+#include "lib/counted_queue.h"
 #include "tests/support/counting_backend.h"
 #include "tests/support/script.h"
 
@@ -92,6 +96,26 @@ Reads told(std::span<KvSession* const> sessions) {
   return sum;
 }
 
+// Passes on the ledger's entries since the last call.
+class NewEntries {
+ public:
+  std::vector<LedgerEntry> take(std::span<KvSession* const> sessions) {
+    std::vector<LedgerEntry> entries;
+    for (const KvSession* session : sessions) {
+      std::uint64_t& next = next_[session];
+      for (const LedgerStep& step : session->ledger().history()) {
+        if (step.index < next) continue;
+        entries.insert(entries.end(), step.entries.begin(), step.entries.end());
+        next = step.index + 1;
+      }
+    }
+    return entries;
+  }
+
+ private:
+  std::map<const KvSession*, std::uint64_t> next_;
+};
+
 struct Case {
   int group = 1;
   bool capped = false;
@@ -142,8 +166,10 @@ TEST_P(LedgerReads, AreThoseThatHappened) {
   CountingBackend backend(cap().value_or(MemoryAccount::kNoCap));
   // Prime to each other and to the groups, so that no part stands for another.
   if (case_.like_gpu) backend.read_like({kTilePages, 7, 3});
-  const auto pool = std::make_shared<KvPool>(backend.make_queue(), plan(cap()),
-                                             std::span<const Policy>(&policy_, 1));
+  const auto counter = std::make_shared<TrafficCounter>();
+  const auto pool =
+      std::make_shared<KvPool>(std::make_unique<CountedQueue>(backend.make_queue(), counter),
+                               plan(cap()), std::span<const Policy>(&policy_, 1));
   std::vector<Script> scripts;
   std::vector<KvSession> sessions;
   std::vector<KvSession*> all;
@@ -159,25 +185,33 @@ TEST_P(LedgerReads, AreThoseThatHappened) {
     ordered.push_back(&scripts[i]);
   }
   Reads before = read_by(backend);
+  // Where candidates are found by their keys, the account does not know which were in host memory.
+  const bool is_exact = policy_.select.name != "exact" || !policy_.candidates.limited();
+  NewEntries entries;
+  entries.take(all);
+  counter->start();
   const auto expect_told = [&](const Reads& had, const char* what) {
     Reads happened = read_by(backend) - before;
     Reads said = told(all) - had;
-    // Where candidates are found by their keys, the account does not know which were in host
-    // memory.
-    if (policy_.select.name == "exact" && policy_.candidates.limited()) {
-      happened.crossed = said.crossed = 0;
-    }
+    if (!is_exact) happened.crossed = said.crossed = 0;
     EXPECT_EQ(said, happened) << what;
     before = read_by(backend);
+  };
+  const auto expect_counted = [&](const char* what) {
+    const CountedTraffic counted = counter->take();
+    EXPECT_GT(counted.moved.size(), 1u) << what;
+    EXPECT_EQ(difference(counted, entries.take(all), is_exact), "") << what;
   };
   for (int step = 0; step < 3; ++step) {
     const Reads had = told(all);
     step_together(all, ordered);
     expect_told(had, "a batch");
+    expect_counted("a batch");
   }
   Reads had = told(all);
   scripts[1].step(sessions[1], Phase::decode, 1);
   expect_told(had, "a step of one");
+  expect_counted("a step of one");
   had = told(all);
   scripts[2].step(sessions[2], Phase::decode, 5);
   expect_told(had, "several tokens of one sequence");

@@ -1,6 +1,7 @@
 // Queues of every backend: work of one beside that of others, and what is not to be asked of them.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <memory>
 #include <vector>
 
@@ -50,6 +51,28 @@ TEST_P(QueueParity, WaitForEachOther) {
     before = device->queue.get();
   }
   EXPECT_EQ(testing::download<float>(*device, values.front()), first);
+}
+
+// Rows of some sizes from places far apart, as selected rows are; what lies between them stays.
+TEST_P(QueueParity, CopyTheSameInEveryWay) {
+  const auto device = testing::make_or_skip(GetParam());
+  if (device == nullptr) return;
+  constexpr std::size_t kBytes = 1 << 20;
+  const Buffer from = device->allocate(Tier::host, kBytes);
+  for (std::size_t i = 0; i < kBytes; ++i)
+    from.data()[i] = static_cast<std::byte>(i * 2654435761u >> 13);
+  for (const CopyWay way : {CopyWay::fastest, CopyWay::each, CopyWay::batched}) {
+    const Buffer to = device->allocate(device->info().compute_tier, kBytes);
+    std::vector<CopyOp> ops;
+    std::vector<std::byte> expected(kBytes);
+    for (std::size_t at = 0, bytes = 256; at + bytes < kBytes; at += 3 * bytes, bytes *= 2) {
+      ops.push_back({to.data() + at, from.data() + kBytes - at - bytes, bytes});
+      std::copy_n(ops.back().from, bytes, expected.data() + at);
+    }
+    ASSERT_GT(ops.size(), 5u);
+    device->queue->run(CopyParams{ops, way});
+    EXPECT_EQ(testing::download<std::byte>(*device, to), expected) << static_cast<int>(way);
+  }
 }
 
 TEST_P(QueueParity, TakeMemoryOnlyWhileTheyLive) {

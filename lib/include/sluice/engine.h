@@ -31,6 +31,7 @@
 #include "sluice/selection.h"
 #include "sluice/tokenizer.h"
 #include "sluice/trace.h"
+#include "sluice/traffic_counter.h"
 #include "sluice/types.h"
 #include "sluice/weight_format.h"
 
@@ -83,6 +84,8 @@ struct EngineConfig {
   // Gets an event for every operation. On a GPU steps take longer, because each operation is waited
   // for to measure its time. Answers stay the same.
   std::shared_ptr<Trace> trace;
+  // Counts rows and bytes of decode steps while it is started.
+  std::shared_ptr<TrafficCounter> counter;
   // Gets the queries, keys and values of every layer of every step. Steps take longer, because each
   // layer is waited for. Answers stay the same.
   std::shared_ptr<RowObserver> observer;

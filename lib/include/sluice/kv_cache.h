@@ -33,6 +33,7 @@
 #include "sluice/policy.h"
 #include "sluice/scorer.h"
 #include "sluice/selection.h"
+#include "sluice/traffic_counter.h"
 #include "sluice/types.h"
 
 namespace sluice {
@@ -82,6 +83,8 @@ struct KvConfig {
   // Where rows go that host_memory does not hold; see DiskConfig.
   std::optional<DiskConfig> disk;
   Scorers scorers;  // scorers that the policies may name: Sluice's own and added ones
+  // Counts rows and bytes of decode steps while it is started.
+  std::shared_ptr<TrafficCounter> counter;
 };
 
 struct IndexLayout;
