@@ -6,6 +6,7 @@
 #   scripts/setup.sh --lint            also what scripts/lint.sh needs
 #   scripts/setup.sh --python          also what the Python package and its tests need
 #   scripts/setup.sh --transformers    the same with torch and transformers, 6 GB
+#   scripts/setup.sh --browser         also Chromium, for the test of the server's page, 400 MB
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -18,6 +19,7 @@ build_packages=(
   libgtest-dev libgmock-dev libbenchmark-dev)
 lint_packages=(clang-format-14 python3-venv shellcheck)
 python_packages=(python3-dev python3-venv)
+browser_packages=(chromium chromium-driver)
 # Debian 12 has no nanobind.
 nanobind_version=3.1.0
 numpy_version=2.4.6
@@ -108,7 +110,8 @@ main() {
       --transformers) modules+=("transformers==$transformers_version" "torch==$torch_version"
           "accelerate==$accelerate_version") ;;
       --python) ;;
-      *) fail "unknown argument '$argument'; usage: scripts/setup.sh [--lint] [--python | --transformers]" ;;
+      --browser) wanted+=("${browser_packages[@]}") ;;
+      *) fail "unknown argument '$argument'; usage: scripts/setup.sh [--lint] [--python | --transformers] [--browser]" ;;
     esac
   done
   command -v dpkg-query >/dev/null ||

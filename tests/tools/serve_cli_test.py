@@ -169,6 +169,7 @@ class Serve(unittest.TestCase):
     def test_models(self):
         listed = json.loads(self.server.request("GET", "/v1/models")[1])
         self.assertEqual(listed["data"][0]["id"], "sluice-22m")
+        self.assertIs(listed["data"][0]["chat"], False)
         self.server.complete(model="sluice-22m", max_tokens=1)
         self.refused(404, "there is no model", "/v1/completions", {"model": "gpt-4", "prompt": "x"})
 
@@ -176,7 +177,7 @@ class Serve(unittest.TestCase):
         status, page = self.server.request("GET", "/")
         self.assertEqual(status, 200)
         self.assertEqual(page, (ROOT / "tools" / "serve" / "page.html").read_text())
-        self.assertNotRegex(page, r"(?:src|href)\s*=")  # nothing from elsewhere
+        self.assertNotRegex(page, r'(?:src|href)\s*=(?!"data:)')  # nothing from elsewhere
         self.assertEqual(json.loads(self.server.request("GET", "/health")[1])["status"], "ok")
         before = self.server.metric("answer_tokens_total")
         self.server.complete(max_tokens=5)
@@ -348,6 +349,7 @@ class ServeOthers(unittest.TestCase):
                         {"role": "assistant", "content": "I."},
                         {"role": "user", "content": [{"type": "text", "text": "Why?"}]}]
             body = {"messages": messages, "temperature": 0, "max_tokens": 12, "logprobs": True, "top_logprobs": 2}
+            self.assertIs(json.loads(server.request("GET", "/v1/models")[1])["data"][0]["chat"], True)
             status, reply = server.post("/v1/chat/completions", body)
             self.assertEqual(status, 200, reply)
             choice = reply["choices"][0]

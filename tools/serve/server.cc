@@ -216,7 +216,8 @@ void HttpServer::Impl::list_models(httplib::Response& response) const {
                                              {"object", "model"},
                                              {"created", 0},
                                              {"owned_by", "sluice"},
-                                             {"max_model_len", served.context}}})}});
+                                             {"max_model_len", served.context},
+                                             {"chat", served.chat != nullptr}}})}});
 }
 
 void HttpServer::Impl::tokenize(const std::string& body, httplib::Response& response) const {
