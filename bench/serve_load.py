@@ -27,6 +27,7 @@ ended.
 import argparse
 import datetime
 import http.client
+import itertools
 import json
 import os
 import platform
@@ -52,7 +53,7 @@ def percentile(values: list[float], share: float) -> Optional[float]:
 
 
 class Server:
-    """A running `sluice serve` on a free port."""
+    """A running `sluice serve`, or another server that names its address on stderr."""
 
     def __init__(self, command: list[str], environment: dict[str, str]) -> None:
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True,
@@ -81,6 +82,15 @@ class Server:
     def resident_bytes(self) -> int:
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         return int(status.split("VmRSS:")[1].split()[0]) * 1024
+
+    def peak_resident_bytes(self) -> int:
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(status.split("VmHWM:")[1].split()[0]) * 1024
+
+    def cpu_seconds(self) -> float:
+        """Of all threads so far, user and system."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def descriptors(self) -> int:
         return len(os.listdir(f"/proc/{self.process.pid}/fd"))
@@ -134,10 +144,15 @@ class Memory(threading.Thread):
 
 
 class Load:
-    """The clients, and what came of their requests."""
+    """The clients, and what came of their requests.
 
-    def __init__(self, server: Server, flags: argparse.Namespace, book: list[int]) -> None:
-        self.server, self.flags, self.book = server, flags, book
+    With `scores` answers come with log probabilities, whose tokens are counted; without, tokens are
+    counted by the answer's usage, and events by their text.
+    """
+
+    def __init__(self, server: Server, flags: argparse.Namespace, book: list[int],
+                 scores: bool = True) -> None:  # fmt: skip
+        self.server, self.flags, self.book, self.scores = server, flags, book, scores
         self.end = time.monotonic() + flags.seconds
         self.lock = threading.Lock()
         self.counts = {"answered": 0, "cancelled": 0, "slow": 0, "gone": 0, "lost by the disk": 0}
@@ -151,8 +166,9 @@ class Load:
         return self.book[: self.flags.prefix] + self.book[begin : begin + length]
 
     def body(self, begin: int, length: int, stream: bool) -> dict[str, Any]:
+        wanted = {"logprobs": 2} if self.scores else {"stream_options": {"include_usage": True}}
         return {"prompt": self.prompt(begin, length), "max_tokens": self.flags.tokens,
-                "temperature": 0, "ignore_eos": True, "stream": stream, "logprobs": 2}  # fmt: skip
+                "temperature": 0, "ignore_eos": True, "stream": stream, **wanted}  # fmt: skip
 
     def run(self) -> None:
         clients = [threading.Thread(target=self.client, args=(i,))
@@ -164,7 +180,9 @@ class Load:
 
     def client(self, number: int) -> None:
         draw = random.Random(f"{self.flags.seed} {number}")
-        while time.monotonic() < self.end:
+        for asked in itertools.count():
+            if time.monotonic() >= self.end or asked == self.flags.requests:
+                return
             ratio = self.flags.longest / self.flags.shortest
             length = int(self.flags.shortest * ratio ** draw.uniform(0, 1))
             begin = draw.randrange(self.flags.prefix, len(self.book) - length)
@@ -194,17 +212,23 @@ class Load:
                 return self.count("lost by the disk")
             raise ValueError(f"status {response.status}: {body[:200]!r}")
         left = draw.randrange(1, flags.tokens) if is_cancelled else -1
-        tokens: list[str] = []
+        tokens: list[str] = []  # or, without scores, pieces of text
+        count = 0
         for event in events(response):
             if "error" in event:
                 if self.is_expected(event["error"]):
                     return self.count("lost by the disk")
                 raise ValueError(event["error"]["message"])
+            if not self.scores:
+                count = (event.get("usage") or {}).get("completion_tokens", count)
+                if not event["choices"] or not event["choices"][0]["text"]:
+                    continue
             now = time.monotonic()
             with self.lock:
                 (self.gaps if tokens else self.first).append(now - last)
             last = now
-            tokens += event["choices"][0]["logprobs"]["tokens"]
+            choice = event["choices"][0]
+            tokens += choice["logprobs"]["tokens"] if self.scores else [choice["text"]]
             left -= 1
             if left == 0:
                 connection.close()
@@ -212,11 +236,12 @@ class Load:
             if is_slow:
                 time.sleep(draw.uniform(0, 0.5))
                 last = time.monotonic()
-        if len(tokens) != flags.tokens:
-            raise ValueError(f"{len(tokens)} tokens instead of {flags.tokens}")
+        count = len(tokens) if self.scores else count
+        if count != flags.tokens:
+            raise ValueError(f"{count} tokens instead of {flags.tokens}")
         with self.lock:
             self.prompt_tokens += self.flags.prefix + length
-            self.answer_tokens += len(tokens)
+            self.answer_tokens += count
             self.answers[begin, length] = tokens
         return self.count("slow" if is_slow else "answered")
 
@@ -279,6 +304,7 @@ def read_flags() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "sluice-22m")
     parser.add_argument("--text", type=Path, default=ROOT / "data" / "war-and-peace.txt")
     parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--requests", type=int, help="most of each client; default: any number")
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--shortest", type=int, default=1024)
     parser.add_argument("--longest", type=int, default=32768)
