@@ -92,6 +92,22 @@ class Readme(unittest.TestCase):
             self.assert_shown(cells[3], 100 * kept["top1_agreement"], " %", name)
             self.assert_shown(cells[4], kept["kl"], "", name)
 
+    def test_table_of_servers_is_that_of_the_file(self):
+        data = json.loads((RESULTS / "serve_peers_cpu.json").read_text(encoding="utf-8"))
+        text = section(PAGES[DOCS / "serving.md"], "Beside llama-server")
+        lines = re.findall(r"^\| (alone: )?`(\w+)`(.*?) \| (.*) \| (.*) \|$", text, flags=re.MULTILINE)
+        self.assertEqual(len(lines), 10)
+        for alone, name, rest, *cells in lines:
+            share = "0.5" if "median" in rest else "0.99"
+            for server, cell in zip(("sluice", "llama-server"), cells):
+                runs = [r for r in data["runs"] if r["server"] == server and (r["clients"] == 1) == bool(alone)]
+                values = [r[name][share] if isinstance(r[name], dict) else r[name] for r in runs]
+                self.assertEqual(len(values), 2)
+                for shown, value in zip(cell.split(", "), values):
+                    self.assert_shown(shown, value / (1e6 if "MB" in rest else 1), "", name + rest)
+        self.assertIn("83 and 89 % of the answers to 64", text)
+        self.assertEqual([round(100 * share) for share in data["same_answers"]], [83, 100, 89, 100])
+
     def step(self, policy: str) -> tuple[float, float, float]:
         """ms under 24 GiB, ms with all rows on the device, bytes fetched under 24 GiB."""
         today = json.loads((RESULTS / "values_resident_h200.json").read_text(encoding="utf-8"))["steps"]
