@@ -8,6 +8,7 @@
 #include "lib/text.h"
 #include "sluice/errors.h"
 #include "tools/bench_arrays.h"
+#include "tools/bench_positions.h"
 #include "tools/bench_replay.h"
 #include "tools/bench_subject.h"
 #include "tools/output.h"
@@ -58,6 +59,26 @@ class AttentionSubject : public BenchSubject {
 
   void require(std::span<const WantedCell> cells) override {
     for (const WantedCell& cell : cells) require_tokens(cell.key);
+    if (!flags_.record_positions.empty()) {
+      require_positions_of(cells.front().method.policy, shape().layers);
+    }
+  }
+
+  // In a run of its own, because positions take memory.
+  void prepare(std::span<const WantedCell> cells) override {
+    if (flags_.record_positions.empty()) return;
+    const WantedCell& cell = cells.front();
+    const Policy& policy = cell.method.policy;
+    require_replayable(policy);
+    CellKey key = cell.key;
+    key.sequences = 1;
+    const std::vector<std::shared_ptr<const BenchRows>> own = sequences(key);
+    const BenchRows* const rows = own.front().get();
+    PositionRecorder positions(shape(), key.context, policy);
+    DenseOutputs ignored;
+    static_cast<void>(
+        run_one(key, policy, {{&rows, 1}, first_token(key)}, ignored, {.positions = &positions}));
+    positions.write(flags_.record_positions);
   }
 
   CellResult run(const WantedCell& cell) override {
@@ -67,7 +88,7 @@ class AttentionSubject : public BenchSubject {
     for (const std::shared_ptr<const BenchRows>& sequence : own) rows.push_back(sequence.get());
     const ReplayRows replay = {rows, first_token(cell.key)};
     DenseOutputs& dense = dense_[{cell.key.context, cell.key.sequences}];
-    if (dense.empty() && cell.method.policy != Policy()) {
+    if (compares() && dense.empty() && cell.method.policy != Policy()) {
       static_cast<void>(run_one(cell.key, Policy(), replay, dense));
     }
     CellResult result = run_one(cell.key, cell.method.policy, replay, dense);
@@ -81,7 +102,11 @@ class AttentionSubject : public BenchSubject {
  protected:
   const BenchFlags& flags() const { return flags_; }
   const KvShape& shape() const { return base_.shape; }
+  Scorers& scorers() { return base_.scorers; }
+  const Scorers& scorers() const { return base_.scorers; }
 
+  // False if the outputs stand for nothing.
+  virtual bool compares() const { return true; }
   // Throws for a context that there are no rows for.
   virtual void require_tokens(const CellKey& key) const = 0;
   // The token that begins the context of a cell.
@@ -104,6 +129,7 @@ class AttentionSubject : public BenchSubject {
   }
   // What the rows are, for messages.
   std::string name() const {
+    if (!flags_.positions.empty()) return flags_.positions;
     return flags_.arrays.empty() ? "--shape " + flags_.shape : flags_.arrays;
   }
 
@@ -124,11 +150,12 @@ class AttentionSubject : public BenchSubject {
                      DenseOutputs& dense, const CellWatch& watch = {}) const {
     KvConfig config = cache_of(base_, key, policy, steps_);
     if (watch.check != nullptr) config.counter = recount_.counter;
+    config.reports_positions = watch.positions != nullptr;
     if (!key.device_memory.empty()) {
       config.device_memory = parse_cap(key.device_memory, "--device-memory");
     }
     try {
-      return run_replay(config, key, steps_, rows, dense, watch);
+      return run_replay(config, key, steps_, rows, compares() ? &dense : nullptr, watch);
     } catch (const Error& error) {
       if (error.code() != ErrorCode::numeric) throw;
       throw Error(error.code(),
@@ -146,27 +173,26 @@ class AttentionSubject : public BenchSubject {
 
 // --- arrays
 
-// The steps of arrays: up to 4 of warm-up, and the others are measured, unless flags say otherwise.
-BenchSteps steps_in(const BenchFlags& flags, const BenchArrays& arrays) {
+// The steps of a file: up to 4 of warm-up, and the others are measured, unless flags say otherwise.
+BenchSteps steps_in(const BenchFlags& flags, const std::string& path, std::int64_t count) {
   constexpr std::int64_t kWarmUp = BenchSteps().warm_up;
   constexpr std::int64_t kMost = 10000;
-  const std::int64_t warm_up =
-      flags.warm_up ? *flags.warm_up : std::min(kWarmUp, arrays.steps() - 1);
+  const std::int64_t warm_up = flags.warm_up ? *flags.warm_up : std::min(kWarmUp, count - 1);
   BenchSteps all;
   all.warm_up = static_cast<int>(warm_up);
-  all.steps = static_cast<int>(std::clamp<std::int64_t>(arrays.steps() - warm_up, 1, kMost));
+  all.steps = static_cast<int>(std::clamp<std::int64_t>(count - warm_up, 1, kMost));
   const BenchSteps steps = steps_of(flags, all);
-  if (std::int64_t{steps.steps} + steps.warm_up <= arrays.steps()) return steps;
-  throw Error(ErrorCode::usage,
-              flags.arrays + ": has queries of " + std::to_string(arrays.steps()) +
-                  " steps, fewer than --warm-up " + std::to_string(steps.warm_up) +
-                  " and --steps " + std::to_string(steps.steps) + " take");
+  if (std::int64_t{steps.steps} + steps.warm_up <= count) return steps;
+  throw Error(ErrorCode::usage, path + ": has " + std::to_string(count) +
+                                    " steps, fewer than --warm-up " +
+                                    std::to_string(steps.warm_up) + " and --steps " +
+                                    std::to_string(steps.steps) + " take");
 }
 
 class ArraySubject : public AttentionSubject {
  public:
   ArraySubject(const BenchFlags& flags, std::unique_ptr<BenchArrays> arrays)
-      : AttentionSubject(flags, arrays->shape(), steps_in(flags, *arrays)),
+      : AttentionSubject(flags, arrays->shape(), steps_in(flags, flags.arrays, arrays->steps())),
         arrays_(std::move(arrays)) {}
 
   std::vector<std::int64_t> contexts() const override { return {arrays_->context()}; }
@@ -208,6 +234,61 @@ class ArraySubject : public AttentionSubject {
  private:
   std::shared_ptr<const BenchArrays> arrays_;
   std::uint64_t checksum_ = 0;
+};
+
+// --- positions
+
+// Rows and queries of zeros.
+class ZeroRows : public BenchRows {
+ public:
+  explicit ZeroRows(const KvShape& shape) : shape_(shape) {}
+  KvShape shape() const override { return shape_; }
+  DType dtype(RowPart /*part*/) const override { return DType::f32; }
+  void read(RowPart /*part*/, int /*layer*/, std::int64_t /*first*/, std::int64_t /*count*/,
+            std::span<std::byte> to) const override {
+    std::fill(to.begin(), to.end(), std::byte{0});
+  }
+
+ private:
+  KvShape shape_;
+};
+
+// Rows of zeros, of which those are selected that a trace names: everything is as in the run that
+// it is of but the scorer, its index and the numbers.
+class PositionsSubject : public AttentionSubject {
+ public:
+  PositionsSubject(const BenchFlags& flags, std::shared_ptr<const PositionTrace> trace)
+      : AttentionSubject(flags, trace->shape(), steps_in(flags, flags.positions, trace->steps())),
+        trace_(std::move(trace)) {
+    scorers().add(std::make_shared<PositionScorer>(trace_));
+  }
+
+  std::optional<BenchMethod> method() const override {
+    const Policy policy = trace_->policy(scorers());
+    return BenchMethod{PositionScorer::kName, to_string(policy), policy};
+  }
+  std::vector<std::int64_t> contexts() const override { return {trace_->context()}; }
+
+  nlohmann::json head() const override {
+    nlohmann::json run = run_record(flags().model, "");
+    run["positions"] = fingerprint_text(trace_->checksum());
+    nlohmann::json positions = json_of_shape(shape());
+    positions["path"] = flags().positions;
+    positions["context"] = trace_->context();
+    positions["steps"] = trace_->steps();
+    positions["missed_rows"] = trace_->missed();
+    return {{"run", run}, {"positions", positions}};
+  }
+
+ protected:
+  bool compares() const override { return false; }
+  void require_tokens(const CellKey& /*key*/) const override {}
+  std::vector<std::shared_ptr<const BenchRows>> sequences(const CellKey& key) const override {
+    return {static_cast<std::size_t>(key.sequences), std::make_shared<const ZeroRows>(shape())};
+  }
+
+ private:
+  std::shared_ptr<const PositionTrace> trace_;
 };
 
 // --- made-up rows
@@ -270,6 +351,11 @@ class MadeUpSubject : public AttentionSubject {
 
 std::unique_ptr<BenchSubject> array_subject(const BenchFlags& flags) {
   return std::make_unique<ArraySubject>(flags, BenchArrays::open(flags.arrays));
+}
+
+std::unique_ptr<BenchSubject> positions_subject(const BenchFlags& flags) {
+  return std::make_unique<PositionsSubject>(
+      flags, std::make_shared<const PositionTrace>(PositionTrace::open(flags.positions)));
 }
 
 std::unique_ptr<BenchSubject> made_up_subject(const BenchFlags& flags) {

@@ -137,7 +137,8 @@ bool is_answer(const Error& error) {
 CellResult run_cell(Engine& engine, const CellKey& key, const Policy& policy,
                     const BenchSteps& steps, std::span<const std::span<const TokenId>> texts,
                     DenseAnswers& dense, const CellWatch& watch) {
-  const SessionOptions options = session_of(key, policy, steps);
+  SessionOptions options = session_of(key, policy, steps);
+  options.reports_positions = watch.positions != nullptr;
   CellResult result;
   result.plan = engine.plan(options);
   std::vector<Session> sessions;
@@ -158,6 +159,7 @@ CellResult run_cell(Engine& engine, const CellKey& key, const Policy& policy,
     const double seconds = seconds_since(begin);
     const std::vector<LedgerEntry> entries = new_entries(session_ledgers(sessions), seen);
     if (watch.check != nullptr) watch.check->end_step(entries, !counts);
+    if (watch.positions != nullptr) watch.positions->add(sessions[0].selection(), entries);
     if (!counts) continue;
     add_step(entries, result.moved);
     result.step_seconds.push_back(seconds);

@@ -18,6 +18,7 @@
 #include "sluice/ledger.h"
 #include "tools/bench_check.h"
 #include "tools/bench_flags.h"
+#include "tools/bench_positions.h"
 #include "tools/bench_transfer.h"
 
 namespace sluice::tools {
@@ -105,6 +106,7 @@ bool is_answer(const Error& error);
 // Who gets every step of a cell, besides its result.
 struct CellWatch {
   StepCheck* check = nullptr;
+  PositionRecorder* positions = nullptr;  // of one sequence
 };
 
 // Runs a cell. Sequence i reads `texts[i]`, tokens_of() tokens. Fills `dense` if it is empty and

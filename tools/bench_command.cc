@@ -80,15 +80,20 @@ void refuse_flags(const CLI::App& app, std::initializer_list<const char*> names,
 
 void require_subject(const CLI::App& app, const BenchFlags& flags) {
   const int count = (flags.model.model.empty() ? 0 : 1) + (flags.arrays.empty() ? 0 : 1) +
-                    (flags.shape.empty() ? 0 : 1);
+                    (flags.positions.empty() ? 0 : 1) + (flags.shape.empty() ? 0 : 1);
   require_usage(count == 1,
-                "give one of --model with --text, --arrays and --shape: what is measured");
+                "give one of --model with --text, --arrays, --positions and --shape: what is "
+                "measured");
   if (!flags.model.model.empty()) require_usage(!flags.text.empty(), "--text is required");
   if (flags.model.model.empty()) {
     refuse_flags(app, {"--text", "--record", "--compute", "--weights", "--host-attention"},
                  "goes with --model");
   }
   if (flags.arrays.empty()) refuse_flags(app, {"--scale"}, "goes with --arrays");
+  if (!flags.positions.empty()) {
+    refuse_flags(app, {"--policy", "--context", "--record-positions", "--scorer"},
+                 "does not go with --positions, which say what is selected");
+  }
   if (flags.shape.empty()) {
     refuse_flags(app, {"--seed", "--logit-std", "--heavy-share", "--heavy-weight", "--persistence"},
                  "goes with --shape");
@@ -103,11 +108,15 @@ void validate_flags(const CLI::App& app, const BenchFlags& flags) {
   const bool is_scale = !flags.scale || (*flags.scale > 0.0 && *flags.scale <= 1e6);
   require_usage(is_scale, "--scale must be above 0, up to 1e6");
   static_cast<void>(steps_of(flags, {}));
-  require_usage(!flags.force || !flags.json.empty() || !flags.csv.empty() || !flags.record.empty(),
-                "--force goes with --json, --csv or --record");
-  require_usage(flags.record != "-", "--record takes a file, not standard output");
-  require_usage(flags.record.empty() || !flags.resume,
-                "--record goes with a run from its beginning, not with --resume");
+  require_usage(!flags.force || !flags.json.empty() || !flags.csv.empty() ||
+                    !flags.record.empty() || !flags.record_positions.empty(),
+                "--force goes with --json, --csv, --record or --record-positions");
+  for (const auto& [name, path] : {std::pair("--record", flags.record),
+                                   std::pair("--record-positions", flags.record_positions)}) {
+    require_usage(path != "-", std::string(name) + " takes a file, not standard output");
+    require_usage(path.empty() || !flags.resume,
+                  std::string(name) + " goes with a run from its beginning, not with --resume");
+  }
   for (const std::string& name : flags.transfers) static_cast<void>(parse_transfer(name));
   if (flags.check || !flags.transfers.empty()) {
     refuse_flags(app, {"--disk"}, "does not go with --check and --transfer, which count no disks");
@@ -124,6 +133,10 @@ std::vector<Bus> buses_of(const BenchFlags& flags) {
 std::vector<BenchMethod> methods_of(const BenchFlags& flags, const BenchSubject& subject) {
   std::vector<BenchMethod> methods;
   if (!flags.no_baseline) methods.push_back({"dense", to_string(Policy()), Policy()});
+  if (const std::optional<BenchMethod> own = subject.method()) {
+    methods.push_back(*own);
+    return methods;
+  }
   for (const std::string& text : flags.policies) {
     const Policy policy = subject.policy(text);
     if (policy == Policy() && !flags.no_baseline) continue;
@@ -171,6 +184,7 @@ void write_csv(const std::string& path, const nlohmann::json& cells) {
 
 std::unique_ptr<BenchSubject> subject_of(const BenchFlags& flags) {
   if (!flags.arrays.empty()) return array_subject(flags);
+  if (!flags.positions.empty()) return positions_subject(flags);
   return flags.shape.empty() ? model_subject(flags) : made_up_subject(flags);
 }
 
@@ -196,7 +210,7 @@ nlohmann::json head_of(const BenchSubject& subject) {
 
 // Files that the command reads besides the checkpoint's.
 std::vector<std::string> inputs_of(const BenchFlags& flags) {
-  std::vector<std::string> inputs = {flags.text, flags.shape, flags.arrays};
+  std::vector<std::string> inputs = {flags.text, flags.shape, flags.arrays, flags.positions};
   if (flags.arrays.empty()) return inputs;
   for (const char* const name : {"/q.npy", "/k.npy", "/v.npy"}) {
     inputs.push_back(flags.arrays + name);
@@ -209,12 +223,20 @@ void require_outputs(const BenchFlags& flags) {
     require_writable(flags.json, flags.model.model, input, flags.force);
     require_writable(flags.csv, flags.model.model, input, true);
     require_writable(flags.record, flags.model.model, input, true);
+    require_writable(flags.record_positions, flags.model.model, input, true);
   }
   require_csv_writable(flags.csv, flags.force);
-  require_recordable_to(flags.record, flags.force);
-  require_usage(!is_one_file(flags.json, flags.csv) && !is_one_file(flags.json, flags.record) &&
-                    !is_one_file(flags.csv, flags.record),
-                "--json, --csv and --record have to name files of their own");
+  require_recordable_to(flags.record, "--record", flags.force);
+  require_recordable_to(flags.record_positions, "--record-positions", flags.force);
+  const std::vector<std::string> outputs = {flags.json, flags.csv, flags.record,
+                                            flags.record_positions};
+  for (std::size_t i = 0; i < outputs.size(); ++i) {
+    for (std::size_t j = 0; j < i; ++j) {
+      require_usage(!is_one_file(outputs[i], outputs[j]),
+                    "--json, --csv, --record and --record-positions have to name files of their "
+                    "own");
+    }
+  }
 }
 
 // The exit code of the first cell that could not run; 0 if there is none.
@@ -291,6 +313,12 @@ void add_subject(CLI::App& app, BenchFlags& flags) {
   app.add_option("--record", flags.record,
                  "with --model: write q, k and v of the first cell's first sequence to this "
                  "safetensors file, which --arrays reads");
+  app.add_option("--positions", flags.positions,
+                 "instead of a model: a trace of the positions that a policy selected, as "
+                 "--record-positions writes it");
+  app.add_option("--record-positions", flags.record_positions,
+                 "write the positions that the first cell's first sequence selects to this "
+                 "safetensors file, which --positions reads");
 }
 
 }  // namespace
@@ -351,7 +379,7 @@ Command add_bench(CLI::App& app) {
   app.add_option("--csv", flags->csv, "write the table to this file as CSV");
   app.add_flag("--resume", flags->resume,
                "keep the finished cells of the report at --json, which the same command wrote");
-  add_force(app, flags->force, "--json, --csv or --record");
+  add_force(app, flags->force, "--json, --csv, --record or --record-positions");
   return [flags, &app] { return run(app, *flags); };
 }
 

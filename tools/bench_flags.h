@@ -12,11 +12,12 @@
 namespace sluice::tools {
 
 struct BenchFlags {
-  // A model and its text, arrays, or a shape.
+  // A model and its text, arrays, positions, or a shape.
   ModelFlags model;
   std::string text;
   std::string arrays;
   std::optional<double> scale;  // of the arrays' logits
+  std::string positions;
   std::string shape;
   std::uint64_t seed = 1;
   MadeUpStatistics statistics;
@@ -29,6 +30,7 @@ struct BenchFlags {
   std::optional<int> steps;
   std::optional<int> warm_up;
   std::string record;
+  std::string record_positions;
   std::string json;
   std::string csv;
   bool no_baseline = false;

@@ -5,6 +5,7 @@
 
 #include "io/file.h"
 #include "sluice/errors.h"
+#include "tools/bench_positions.h"
 #include "tools/bench_record.h"
 #include "tools/bench_subject.h"
 #include "tools/eval_tasks.h"
@@ -109,7 +110,11 @@ class ModelSubject : public BenchSubject {
   void require(std::span<const WantedCell> cells) override {
     for (const WantedCell& wanted : cells) texts_.require(wanted.key, steps_);
     for (const WantedCell& wanted : cells) require_plan(wanted);
-    if (!flags_.record.empty()) require_recordable(cells.front().method.policy);
+    const Policy& first = cells.front().method.policy;
+    if (!flags_.record.empty()) require_recordable(first);
+    if (!flags_.record_positions.empty()) {
+      require_positions_of(first, engines_.first().info().kv.layers);
+    }
   }
 
   nlohmann::json head() const override {
@@ -118,23 +123,31 @@ class ModelSubject : public BenchSubject {
             {"text", flags_.text}};
   }
 
-  // Records in a run of its own, because an observer slows steps.
+  // Records in a run of its own, because an observer slows steps and positions take memory.
   void prepare(std::span<const WantedCell> cells) override {
-    if (flags_.record.empty()) return;
+    if (flags_.record.empty() && flags_.record_positions.empty()) return;
     const WantedCell& cell = cells.front();
+    const Policy& policy = cell.method.policy;
     CellKey key = cell.key;
     key.sequences = 1;
     const KvShape shape = engines_.first().info().kv;
-    const auto recorder = std::make_shared<RowRecorder>(flags_.record, shape, key.context,
-                                                        steps_.warm_up + steps_.steps);
+    EngineConfig config = bench_config(flags_.model, key.device_memory);
+    std::shared_ptr<RowRecorder> rows;
+    if (!flags_.record.empty()) {
+      rows = std::make_shared<RowRecorder>(flags_.record, shape, key.context,
+                                           steps_.warm_up + steps_.steps);
+      config.observer = rows;
+    }
+    PositionRecorder positions(shape, key.context, policy);
+    CellWatch watch;
+    if (!flags_.record_positions.empty()) watch.positions = &positions;
     const std::vector<std::vector<TokenId>> parts = texts_.parts(cell.key, steps_);
     const std::span<const TokenId> part = parts.front();
     DenseAnswers ignored;
-    EngineConfig config = bench_config(flags_.model, key.device_memory);
-    config.observer = recorder;
     Engine engine = Engine::open(config);
-    static_cast<void>(run_cell(engine, key, cell.method.policy, steps_, {&part, 1}, ignored));
-    recorder->finish();
+    static_cast<void>(run_cell(engine, key, policy, steps_, {&part, 1}, ignored, watch));
+    if (rows != nullptr) rows->finish();
+    if (watch.positions != nullptr) positions.write(flags_.record_positions);
   }
 
   CellResult run(const WantedCell& cell) override {

@@ -21,11 +21,11 @@ std::string stored_name(DType dtype) {
 
 }  // namespace
 
-void require_recordable_to(const std::string& path, bool force) {
+void require_recordable_to(const std::string& path, const std::string& flag, bool force) {
   if (path.empty()) return;
   if (!force && file_exists(path)) {
     throw Error(ErrorCode::usage,
-                path + ": is there already; choose another file for --record, or give --force");
+                path + ": is there already; choose another file for " + flag + ", or give --force");
   }
   require_replaceable(path);
 }

@@ -17,7 +17,7 @@ namespace sluice::tools {
 
 // Throws Error{usage} for a file that is there already unless `force`, and Error{io} if it cannot
 // be written.
-void require_recordable_to(const std::string& path, bool force);
+void require_recordable_to(const std::string& path, const std::string& flag, bool force);
 
 // The keys and values of one sequence's context and steps, and the queries of its steps, in a
 // safetensors file: queries in f32, keys and values as rows have them, or in f32 if rows are coded.

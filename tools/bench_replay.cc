@@ -171,7 +171,7 @@ KvConfig cache_of(const KvConfig& base, const CellKey& key, const Policy& policy
 }
 
 CellResult run_replay(const KvConfig& config, const CellKey& key, const BenchSteps& steps,
-                      const ReplayRows& rows, DenseOutputs& dense, const CellWatch& watch) {
+                      const ReplayRows& rows, DenseOutputs* dense, const CellWatch& watch) {
   KvCache cache(config);
   CellResult result;
   result.plan.kv = cache.plan();
@@ -197,11 +197,13 @@ CellResult run_replay(const KvConfig& config, const CellKey& key, const BenchSte
     const double seconds = replay_seconds(begin);
     const std::vector<LedgerEntry> entries = new_entries(replay_ledgers(sequences), seen);
     if (watch.check != nullptr) watch.check->end_step(entries, !counts);
+    if (watch.positions != nullptr) watch.positions->add(sequences[0].selection(), entries);
     if (!counts) continue;
     add_step(entries, result.moved);
     result.step_seconds.push_back(seconds);
+    if (dense == nullptr) continue;
     compare_outputs(outputs.first(), static_cast<std::size_t>(step - steps.warm_up), outputs.dim,
-                    dense, result);
+                    *dense, result);
   }
   return result;
 }

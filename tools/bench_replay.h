@@ -31,8 +31,9 @@ KvConfig cache_of(const KvConfig& base, const CellKey& key, const Policy& policy
 
 // Runs a cell. Rows of the context are appended in steps of a prompt, without attention; then every
 // step appends the next token's and attends with its queries. Fills `dense` if it is empty and
-// compares with it otherwise. Throws what KvCache and reading the rows throw.
+// compares with it otherwise; null: nothing is compared. Throws what KvCache and reading the rows
+// throw.
 CellResult run_replay(const KvConfig& config, const CellKey& key, const BenchSteps& steps,
-                      const ReplayRows& rows, DenseOutputs& dense, const CellWatch& watch = {});
+                      const ReplayRows& rows, DenseOutputs* dense, const CellWatch& watch = {});
 
 }  // namespace sluice::tools

@@ -110,7 +110,7 @@ nlohmann::json brought_json(const Brought& brought, const CellResult& result,
 // Without a model a plan has nothing of weights, activations and the process.
 nlohmann::json plan_json(const CellResult& result) {
   nlohmann::json plan = nlohmann::json::parse(result.plan.to_json());
-  if (result.output_error.empty()) return plan;
+  if (!result.kl.empty()) return plan;
   for (const char* const name :
        {"weight_bytes", "activation_bytes", "prompt_bytes", "loading_bytes", "loading_peak_bytes",
         "program_bytes", "thread_bytes", "backend_bytes", "on_device", "dense_is_faster",
@@ -121,10 +121,12 @@ nlohmann::json plan_json(const CellResult& result) {
   return plan;
 }
 
-// A cell's loss in a column: of tokens with a model, else of attention's outputs.
+// A cell's loss in a column: of tokens with a model, of attention's outputs, or none.
 std::string loss_of(const nlohmann::json& cell) {
-  const char* const loss = cell.contains("output_error") ? "output_error" : "kl";
-  return format("%8.4f", cell[loss]["mean"].get<double>());
+  for (const char* const loss : {"output_error", "kl"}) {
+    if (cell.contains(loss)) return format("%8.4f", cell[loss]["mean"].get<double>());
+  }
+  return format("%8s", "-");
 }
 
 bool has_output_errors(const nlohmann::json& cells) {
@@ -259,10 +261,11 @@ nlohmann::json cell_json(const CellKey& key, const std::string& line, const Cell
       {"mean", 1e3 * mean}, {"p50", median}, {"p99", 1e3 * percentile(result.step_seconds, 0.99)}};
   cell["tokens_per_second"] = key.sequences / mean;
   cell["prompt_seconds"] = result.prompt_seconds;
-  if (result.output_error.empty()) {
+  if (!result.kl.empty()) {
     cell["kl"] = json_of(estimate_of(result.kl));
     cell["top1_agreement"] = json_of(estimate_of(result.agree));
-  } else {
+  }
+  if (!result.output_error.empty()) {
     cell["output_error"] = json_of(estimate_of(result.output_error));
     cell["attended_weight"] = json_of(estimate_of(result.attended_weight));
   }

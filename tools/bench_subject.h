@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -34,6 +35,8 @@ class BenchSubject {
   BenchSubject& operator=(const BenchSubject&) = delete;
   virtual ~BenchSubject() = default;
 
+  // What is measured instead of policies, beside dense attention; none: the policies.
+  virtual std::optional<BenchMethod> method() const { return std::nullopt; }
   // Parses a policy and checks it against the shape. Throws Error{usage}.
   virtual Policy policy(const std::string& text) const = 0;
   // The contexts if no flag names any.
@@ -53,6 +56,7 @@ class BenchSubject {
 // The files may not change while they live; `flags` have to outlive them.
 std::unique_ptr<BenchSubject> model_subject(const BenchFlags& flags);
 std::unique_ptr<BenchSubject> array_subject(const BenchFlags& flags);
+std::unique_ptr<BenchSubject> positions_subject(const BenchFlags& flags);
 std::unique_ptr<BenchSubject> made_up_subject(const BenchFlags& flags);
 
 // The number of --steps and --warm-up, or those of BenchSteps. Throws Error{usage}.

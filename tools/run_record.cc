@@ -127,8 +127,8 @@ void require_same_run(const std::string& path, const nlohmann::json& before,
   }
   for (const char* const what :
        {"another version", "another commit", "another machine", "another checkpoint",
-        "other scorers", "another text", "other data", "other arrays", "another shape",
-        "another plan", "other policies"}) {
+        "other scorers", "another text", "other data", "other arrays", "other positions",
+        "another shape", "another plan", "other policies"}) {
     const std::string name = std::strchr(what, ' ') + 1;
     const std::string own = shared_text(now, name);
     const std::string other = shared_text(before, name);

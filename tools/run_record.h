@@ -41,9 +41,9 @@ class GrowingReport {
  public:
   // `head` has the members before the results, run_record()'s under "run". With `resumes` the
   // results of the report at `path` stay, if there is one. Throws Error{usage} if that report is of
-  // another command, commit, version, machine, checkpoint, text, data, arrays, shape or policies,
-  // and Error{corrupt} if it is none or if its results do not have the checksum that it was written
-  // with.
+  // another command, commit, version, machine, checkpoint, text, data, arrays, positions, shape or
+  // policies, and Error{corrupt} if it is none or if its results do not have the checksum that it
+  // was written with.
   GrowingReport(std::string path, bool force, bool resumes, nlohmann::json head);
 
   // The finished result that has all members of `key`; null if there is none.

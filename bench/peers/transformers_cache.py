@@ -7,8 +7,9 @@
 A cache is `resident` (DynamicCache), `offloaded` (the same, in host memory but for one layer) or a
 policy of a SluiceCache. The prompt is read in pieces, and the text goes on as it is, whatever the
 model finds likely, so all caches see the same tokens; the report has the likeliest token of every
-step, which caches and numbers of GPUs can be compared by. Needs torch, transformers 5, tokenizers
-and, for Sluice's caches, the package `sluice`. On a CPU with `--device cpu`.
+step, which caches and numbers of GPUs can be compared by. Results are cells of `sluice bench` with
+more members, and bench/plot_bench.py draws both. Needs torch, transformers 5, tokenizers and, for
+Sluice's caches, the package `sluice`. On a CPU with `--device cpu`.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import bench_cells
 import torch
 import transformers
 from tokenizers import Tokenizer
@@ -56,6 +58,18 @@ def moved_per_token(cache: Any) -> dict[str, float]:
     return moved
 
 
+def crossed(moved: dict[str, float]) -> float:
+    """The part between two different tiers."""
+    return sum(size for name, size in moved.items() if len(set(name.split(" -> "))) == 2)
+
+
+def cap_of(name: str, flags: argparse.Namespace) -> str | None:
+    """The cap on a SluiceCache."""
+    if name in OF_TRANSFORMERS or flags.device_memory is None:
+        return None
+    return f"{flags.device_memory:g}GiB"
+
+
 @torch.inference_mode()
 def measure(model: Any, ids: torch.Tensor, name: str, flags: argparse.Namespace) -> dict[str, Any]:
     """Seconds of the prompt and of every step after it."""
@@ -77,7 +91,12 @@ def measure(model: Any, ids: torch.Tensor, name: str, flags: argparse.Namespace)
     first_token = sum(feed(piece) for piece in prompt.split(PIECE))
     likeliest.clear()
     seconds = [feed(token) for token in ids[len(prompt) :].split(1)][WARM_UP:]
-    report = {
+    moved = None if name in OF_TRANSFORMERS else moved_per_token(cache)
+    report: dict[str, Any] = bench_cells.cell(
+        f"transformers, {name}", len(prompt), seconds, prompt_seconds=first_token,
+        device_memory=cap_of(name, flags),
+        crossed_bytes=None if moved is None else crossed(moved))  # fmt: skip
+    report |= {
         "cache": name,
         "prompt_tokens": len(prompt),
         "first_token_seconds": first_token,
@@ -89,7 +108,7 @@ def measure(model: Any, ids: torch.Tensor, name: str, flags: argparse.Namespace)
         report["torch_peak_bytes"] = torch.cuda.max_memory_allocated(device)
     if name not in OF_TRANSFORMERS:
         report["sluice_memory"] = cache.kv.memory()
-        report["bytes_per_token"] = moved_per_token(cache)
+        report["bytes_per_token"] = moved
     return report
 
 
@@ -119,15 +138,18 @@ def main() -> None:
     """Runs the command."""
     flags = read_flags()
     ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    start = bench_cells.utc_now()
     model = load(flags, ranks)
     tokenizer = Tokenizer.from_file(str(flags.model / "tokenizer.json"))
     text = flags.text.read_text(encoding="utf-8")[: 6 * flags.tokens]
     ids = torch.tensor(tokenizer.encode(text).ids[: flags.tokens], device=model.device)
     is_gpu = model.device.type == "cuda"
+    gpu = torch.cuda.get_device_name() if is_gpu else None
     report: dict[str, Any] = {
+        "schema": bench_cells.SCHEMA,
         "transformers": transformers.__version__,
         "torch": torch.__version__,
-        "device": torch.cuda.get_device_name() if is_gpu else "cpu",
+        "device": gpu or "cpu",
         "devices": ranks,
         "model": flags.model.name,
         "results": [],
@@ -137,6 +159,8 @@ def main() -> None:
         if rank > 0:
             continue
         print(report["results"][-1] | {"step_seconds": None, "likeliest": None}, flush=True)
+        report["run"] = bench_cells.run(
+            f"transformers {transformers.__version__}", flags.device, gpu, start)  # fmt: skip
         if flags.json:
             flags.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     if ranks > 1:

@@ -1,7 +1,8 @@
-"""`sluice bench --check` and `--transfer`: what moved, counted apart and brought otherwise."""
+"""`sluice bench --check`, `--transfer` and `--positions`: what moved, counted apart and otherwise."""
 
 import csv
 import json
+import struct
 import subprocess
 import sys
 import tempfile
@@ -17,7 +18,7 @@ ROW = 256  # bytes: 64 channels of key and value in bf16
 LAYERS, HEADS = 12, 2
 PAGE = 128
 COUNTED = ("append", "write_back", "hit", "miss")
-DIFFERENCE, USAGE = 1, 2
+DIFFERENCE, USAGE, NOT_FOUND, CORRUPT, UNSUPPORTED = 1, 2, 3, 4, 5
 
 
 class Reports(unittest.TestCase):
@@ -165,6 +166,131 @@ class Transfers(Reports):
                               capture_output=True, text=True, check=False)  # fmt: skip
         self.assertEqual(done.returncode, 0, done.stderr)
         self.assertIn("page128", self.report.with_suffix(".svg").read_text())
+
+
+def write_trace(path, **changes):
+    """A trace of two steps of two layers, the second dense, with other tensors in place of some."""
+    tensors = {
+        "sizes": ("I64", [3], [300, 4, 16]),
+        "counts": ("I32", [2, 2, 2], [2, 0, -1, -1, 1, 3, -1, -1]),
+        "positions": ("I32", [6], [3, 255, 7, 0, 1, 2]),
+    }
+    tensors.update(changes)
+    header, data = {}, b""
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        dtype, shape, values = tensor
+        content = struct.pack(f"<{len(values)}{ {'I64': 'q', 'I32': 'i', 'F32': 'f'}[dtype] }", *values)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + len(content)]}
+        data += content
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    return path
+
+
+class Positions(Reports):
+    def recorded(self, policy, *flags):
+        """The cell of a run whose positions are recorded, and their file."""
+        trace = self.folder / "trace.safetensors"
+        (cell,) = self.cells(*FLAGS, "--policy", policy, "--context", "1K", "--no-baseline", *flags,
+                             "--record-positions", trace).values()  # fmt: skip
+        return cell, trace
+
+    def test_replays_move_what_the_run_moved(self):
+        # Without an index, the replay's plan has the room that the run's has.
+        tiers = ["--device-memory", "2MiB", "--row-cache", "256KiB"]
+        cell, trace = self.recorded("select=exact prune=top_k(64) dense=none", *tiers)
+        report = self.bench("--positions", trace, "--warm-up", 1, "--no-baseline", *tiers)
+        (replayed,) = report["results"]
+        self.assertEqual(replayed["policy"], "recorded")
+        self.assertNotIn("kl", replayed)
+        for name in ("resident_tokens", "cache_rows", "device_bytes"):
+            self.assertEqual(replayed["plan"][name], cell["plan"][name])
+        for cause in ("hit", "miss", "evict", "append", "write_back"):
+            of_run, of_replay = ([(t["layer"], t["rows"], t["bytes"]) for t in c["traffic_by_layer"]
+                                  if t["cause"] == cause] for c in (cell, replayed))  # fmt: skip
+            self.assertEqual(of_replay, of_run, cause)
+            self.assertGreater(sum(rows for _, rows, _ in of_run), 0)
+        missed = sum(t["rows"] for t in cell["traffic"] if t["cause"] == "miss")
+        self.assertEqual(sum(report["positions"]["missed_rows"][1:]), round(3 * missed))
+
+    def test_heads_with_different_numbers_of_rows(self):
+        cell, trace = self.recorded("select=int4 prune=top_p(0.9) cap=300 dense=0,3")
+        (replayed,) = self.cells("--positions", trace, "--warm-up", 1, "--no-baseline").values()
+
+        def attended(of):
+            return {t["layer"]: round(3 * t["rows"]) for t in of["traffic_by_layer"] if t["cause"] == "hit"}
+
+        self.assertEqual(attended(replayed), attended(cell))
+        self.assertEqual(attended(cell)[3], HEADS * sum(1024 + 1 + i for i in (1, 2, 3)))
+
+    def test_caches_of_other_sizes(self):
+        trace = self.folder / "trace.safetensors"
+        self.bench(*FLAGS, "--policy", "quest prune=top_k(256) dense=none", "--context", "1K", "--no-baseline",
+                   "--device-memory", "3MiB", "--record-positions", trace)  # fmt: skip
+        missed = []
+        for size in ("0", "128KiB", "512KiB"):
+            cells = self.cells("--positions", trace, "--no-baseline", "--device-memory", "3MiB",
+                               "--row-cache", size, "--transfer", "page16", "--check")  # fmt: skip
+            (cell,) = cells.values()
+            missed.append(sum(e["rows"] for e in cell["traffic"] if e["cause"] == "miss"))
+            self.assertEqual(moved(cell["checked"]["counted"]), moved(cell["traffic"]))
+        self.assertGreater(missed[0], missed[1])
+        self.assertGreater(missed[1], missed[2])
+
+    def test_a_trace_of_another_program(self):
+        # Of two selecting heads and a dense layer, at position 300, in page [256, 384).
+        trace = write_trace(self.folder / "trace.safetensors")
+        cells = self.cells("--positions", trace, "--warm-up", 0, "--sequences", 2)
+        cell = cells["recorded", 300, None, 2]
+        rows = {e["layer"]: 2 * e["rows"] for e in cell["traffic_by_layer"] if e["cause"] == "hit"}
+        newest = 2 * (300 + 1 - 256) + 2 * (301 + 1 - 256)
+        self.assertEqual(rows, {0: 2 * (6 + newest), 1: 2 * 2 * (301 + 302)})
+        dense = cells["dense", 300, None, 2]
+        self.assertEqual(sum(e["rows"] for e in dense["traffic"] if e["cause"] == "hit"),
+                         2 * 2 * 2 * (301 + 302) / 2)  # fmt: skip
+
+    def test_bad_traces(self):
+        path = self.folder / "trace.safetensors"
+        cases = [
+            ("positions", dict(positions=("I32", [6], [255, 3, 7, 0, 1, 2])), "3 after 255"),
+            ("positions", dict(positions=("I32", [6], [3, 3, 7, 0, 1, 2])), "step 0, layer 0, KV head 0"),
+            ("positions", dict(positions=("I32", [6], [3, 256, 7, 0, 1, 2])), "below 256"),
+            ("positions", dict(positions=("I32", [6], [-1, 3, 7, 0, 1, 2])), "ascend from 0"),
+            ("positions", dict(positions=("I32", [5], [3, 255, 7, 0, 1])), "add up to 6"),
+            ("positions", dict(positions=("I64", [6], [3, 255, 7, 0, 1, 2])), "is of I64, not I32"),
+            ("positions", dict(positions=None), "has no tensor"),
+            ("counts", dict(counts=("I32", [2, 4], [2, 0, -1, -1, 1, 3, -1, -1])), "2 dimensions, not 3"),
+            ("counts", dict(counts=("I32", [2, 2, 2], [2, 0, -1, -1, 1, 3, -1, -2])), "count of -2"),
+            ("positions", dict(counts=("I32", [2, 2, 2], [2, 0, -1, -1, 1, 3, -1, 0])), "layer 1, KV head 1"),
+            ("sizes", dict(sizes=("I64", [2], [300, 4])), "2 numbers, not 3"),
+            ("sizes", dict(sizes=("I64", [3], [300, 3, 16])), "no multiple"),
+            ("sizes", dict(sizes=("I64", [3], [0, 4, 16])), "0 tokens"),
+            ("missed", dict(missed=("I64", [3, 2], [0] * 6)), "steps and layers"),
+        ]
+        for tensor, change, words in cases:
+            with self.subTest(words):
+                write_trace(path, **change)
+                self.refused(CORRUPT, [str(path), f"'{tensor}'", words], "--positions", path)
+        write_trace(path, sizes=("I64", [3], [2**31, 4, 16]))
+        self.refused(UNSUPPORTED, [str(path), "'sizes'", "2147483648 tokens"], "--positions", path)
+
+    def test_bad_input(self):
+        path = write_trace(self.folder / "trace.safetensors")
+        self.refused(USAGE, [str(path), "has 2 steps"], "--positions", path, "--steps", 3)
+        self.refused(USAGE, ["--policy", "--positions"], "--positions", path, "--policy", "quest")
+        self.refused(USAGE, ["--context", "--positions"], "--positions", path, "--context", "1K")
+        self.refused(USAGE, ["--text"], "--positions", path, "--text", BOOK)
+        self.refused(USAGE, ["--record-positions"], "--positions", path, "--record-positions", "x")
+        self.refused(NOT_FOUND, ["nowhere"], "--positions", self.folder / "nowhere")
+        new = self.folder / "new.safetensors"
+        self.refused(USAGE, ["attends to everything"], *FLAGS, "--context", 300, "--record-positions", new)
+        self.refused(USAGE, ["evicts"], *FLAGS, "--context", 300, "--no-baseline", "--policy",
+                     "zipvl prefill=zipvl(0.95,evict)", "--record-positions", new)  # fmt: skip
+        self.refused(USAGE, [str(path), "is there already"], *FLAGS, "--record-positions", path)
+        self.refused(USAGE, ["--resume"], *FLAGS, "--record-positions", new, "--resume", "--json", self.report)
+        self.assertFalse(new.exists())
 
 
 if __name__ == "__main__":
