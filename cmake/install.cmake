@@ -44,6 +44,9 @@ add_library(sluice::sluice ALIAS sluice)
 install(TARGETS sluice_cli)
 install(DIRECTORY lib/include/sluice DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
 install(FILES LICENSE DESTINATION ${CMAKE_INSTALL_DOCDIR})
+install(PROGRAMS bench/plot_bench.py bench/plot_eval.py
+  DESTINATION ${CMAKE_INSTALL_DATADIR}/sluice)
+install(DIRECTORY examples/scorer DESTINATION ${CMAKE_INSTALL_DOCDIR}/examples)
 install(EXPORT sluiceTargets NAMESPACE sluice:: DESTINATION ${CMAKE_INSTALL_LIBDIR}/cmake/sluice)
 export(EXPORT sluiceTargets NAMESPACE sluice:: FILE ${PROJECT_BINARY_DIR}/sluiceTargets.cmake)
 configure_package_config_file(cmake/sluiceConfig.cmake.in ${PROJECT_BINARY_DIR}/sluiceConfig.cmake

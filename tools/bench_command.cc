@@ -30,13 +30,19 @@ namespace {
 
 constexpr const char* kExample =
     "Example: two policies beside dense attention, all rows resident and under a cap,\n"
-    "and a plot of them (bench/plot_bench.py, with python3-matplotlib):\n"
+    "and a plot of them (with python3-matplotlib; installed as\n"
+    "PREFIX/share/sluice/plot_bench.py):\n"
     "  sluice bench -m DIR -t BOOK.txt --policy values quest --context 8K 16K \\\n"
     "    --device-memory none 64MiB --bus 12.5GB/s,10us --json bench.json\n"
     "  bench/plot_bench.py bench.json\n"
     "The same of q, k and v of any model, and of made-up ones at a model's shape:\n"
     "  sluice bench --arrays FILE.safetensors --policy values --device-memory 64MiB\n"
-    "  sluice bench --shape llama3-8b --policy values --device-memory 256MiB\n";
+    "  sluice bench --shape llama3-8b --policy values --device-memory 256MiB\n"
+    "A scorer of your own, from the installed headers alone; its name is what the library\n"
+    "calls it (PREFIX/share/doc/sluice/examples/scorer has one, signs):\n"
+    "  c++ -std=c++20 -O3 -fPIC -shared -I PREFIX/include signs.cc library.cc -o signs.so\n"
+    "  sluice bench --shape llama3.2-1b --scorer ./signs.so --device-memory 128MiB \\\n"
+    "    --policy \"select=signs prune=top_k(64)\" \"select=signs prune=top_p(0.9)\"\n";
 
 std::vector<std::int64_t> contexts_of(const BenchFlags& flags, const BenchSubject& subject) {
   if (flags.contexts.empty()) return subject.contexts();

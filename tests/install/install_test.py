@@ -3,6 +3,8 @@
     install_test.py BUILD    an existing build of static libraries; a shared one is made beside it
 """
 
+import importlib.util
+import json
 import os
 import re
 import shutil
@@ -81,10 +83,30 @@ class Install(unittest.TestCase):
         licence = (self.prefix / "share" / "doc" / "sluice" / "LICENSE").read_text()
         self.assertEqual(licence, (ROOT / "LICENSE").read_text())
 
+    # What is in the help of `sluice bench`, from what is installed alone.
+    def expect_scorer_and_plot(self) -> None:
+        mine = self.folder / "mine"
+        shutil.copytree(self.prefix / "share" / "doc" / "sluice" / "examples" / "scorer", mine)
+        run(os.environ.get("CXX", "c++"), "-std=c++20", "-O3", "-fPIC", "-shared", "-I",
+            self.prefix / "include", "signs.cc", "library.cc", "-o", "signs.so", cwd=mine)  # fmt: skip
+        report = mine / "mine.json"
+        run(self.prefix / "bin" / "sluice", "bench", "--shape", MODEL / "config.json", "--context", "256",
+            "512", "--scorer", mine / "signs.so", "--policy", "select=signs prune=top_k(64)",
+            "quest prune=top_k(64)", "--steps", "2", "--device-memory", "2MiB", "--check", "--json",
+            report)  # fmt: skip
+        cells = json.loads(report.read_text())["results"]
+        own = [cell for cell in cells if cell["policy"].startswith("select=signs")]
+        self.assertEqual([cell["context"] for cell in own if "step_ms" in cell], [256, 512])
+        if importlib.util.find_spec("matplotlib") is None:
+            return
+        run(sys.executable, self.prefix / "share" / "sluice" / "plot_bench.py", report)
+        self.assertIn("select=signs", report.with_suffix(".svg").read_text())
+
     def test_static_libraries(self) -> None:
         libraries = installed(self.build, self.prefix)
         self.assertTrue((libraries / "libsluice_engine.a").exists())
         self.expect_command_and_licence()
+        self.expect_scorer_and_plot()
         self.expect_cmake_program()
         self.expect_c_programs(libraries)
 
