@@ -56,7 +56,7 @@ class Bench(unittest.TestCase):
                     read = sum(t["rows"] for t in cell["traffic"] if t["cause"] in ("hit", "miss"))
                     self.assertEqual(read, rows)
                     self.assertLess(cell["kl"]["mean"], 1e-3)
-                else:
+                elif context == 1024:  # with fewer tokens it drops none
                     self.assertGreater(cell["kl"]["mean"], 0)
         capped = cells["dense", 1024, "4MiB", 2]
         self.assertGreater(capped["crossed_bytes"], 0)
