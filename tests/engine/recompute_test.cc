@@ -127,7 +127,8 @@ TEST_P(LostRows, EndATextTheSecondTime) {
   GenerateOptions wanted;
   int steps = 0;
   wanted.on_decode = [&](const Session&) {
-    if (++steps == 4 || steps == 8) spoil();
+    ++steps;
+    if (steps == 4 || steps == 8) spoil();
   };
   expect_error(ErrorCode::corrupt, "", [&] { generate(session, wanted); });
   expect_error(ErrorCode::internal, "start a new one", [&] { session.decode(1); });
@@ -196,7 +197,8 @@ TEST(RowsLostByAChat, AreComputedAgain) {
   GenerateOptions spoiled = most;
   int steps = 0;
   spoiled.on_decode = [&](const Session&) {
-    if (++steps == 3 || steps == 6) testing::spoil_row_files(*disk);
+    ++steps;
+    if (steps == 3 || steps == 6) testing::spoil_row_files(*disk);
   };
   spoiled.ignore_eos = true;
   expect_error(ErrorCode::corrupt, "", [&] { chat.ask(question, spoiled); });

@@ -33,8 +33,8 @@ void bind_errors(nb::module_& module) {
   classes->base = new_class("Error", PyExc_Exception, "");
   module.attr("Error") = classes->base;
   for (std::size_t i = 0; i < kErrors.size(); ++i) {
-    classes->by_code[i] =
-        new_class(kErrors[i], classes->base, to_string(static_cast<ErrorCode>(i)).data());
+    const std::string name(to_string(static_cast<ErrorCode>(i)));
+    classes->by_code[i] = new_class(kErrors[i], classes->base, name.c_str());
     module.attr(kErrors[i]) = classes->by_code[i];
   }
   nb::register_exception_translator(
