@@ -357,10 +357,8 @@ std::string bench_csv(const nlohmann::json& cells) {
     const auto add_lines = [&](const nlohmann::json& models, const std::string& way,
                                const std::string& brought) {
       const auto add_line = [&](const std::string& bus, const std::string& times) {
-        for (const std::string& part : {key, "," + bus + "," + way, numbers, times, brought}) {
-          csv += part;
-        }
-        csv += ",\n";
+        csv.append(key).append(",").append(bus).append(",").append(way).append(numbers);
+        csv.append(times).append(brought).append(",\n");
       };
       for (const nlohmann::json& model : models) {
         std::string times;

@@ -42,16 +42,6 @@ std::vector<std::span<const MissedRows>> by_operation(std::span<const MissedRows
   return parts;
 }
 
-// The part of each token, which has one entry per KV head.
-std::vector<std::span<const MissedRows>> by_token(std::span<const MissedRows> missed, int heads) {
-  std::vector<std::span<const MissedRows>> parts;
-  const auto size = static_cast<std::size_t>(heads);
-  for (std::size_t first = 0; first + size <= missed.size(); first += size) {
-    parts.push_back(missed.subspan(first, size));
-  }
-  return parts;
-}
-
 std::int64_t count_of(std::span<const MissedRows> missed) {
   std::int64_t count = 0;
   for (const MissedRows& rows : missed) count += std::ssize(rows.positions);
@@ -171,33 +161,27 @@ double TransferBench::time_copies(std::span<const MissedRows> missed, Brought& t
 }
 
 double TransferBench::time_gather(std::span<const MissedRows> missed, Brought& to) {
-  std::vector<GatherParams> gathers;
-  std::vector<std::vector<std::int64_t>> counts;
+  std::vector<GatherParams> gathers;  // one for each KV head: heads miss other rows
   std::vector<std::int32_t> positions;
   std::int64_t most = 0;
   for (const std::span<const MissedRows> operation : by_operation(missed)) {
     const std::int64_t rows = count_of(operation);
     to.crossed += {static_cast<std::uint64_t>(rows) * shape_.row_bytes(),
                    static_cast<std::uint64_t>(rows > 0 ? 1 : 0)};
-    for (const std::span<const MissedRows> token : by_token(operation, shape_.kv_heads)) {
-      if (count_of(token) == 0) continue;
-      std::vector<std::int64_t>& of_heads = counts.emplace_back();
-      for (const MissedRows& head : token) of_heads.push_back(std::ssize(head.positions));
+    for (const MissedRows& head : operation) {
+      if (head.positions.empty()) continue;
       GatherParams gather;
       gather.shape = shape_;
-      gather.rows.host = host_row({token.front().operation, 0, 0, {}}, 0);
+      gather.shape.query_heads /= shape_.kv_heads;
+      gather.shape.kv_heads = 1;
+      gather.rows.host = host_row(head, 0);
       gather.rows.host_stride = tokens_ * static_cast<std::int64_t>(shape_.row_bytes());
       gather.rows.pages = reinterpret_cast<const PageSlots*>(pages_.data());
       gather.rows.table_stride = tokens_ / kPageTokens;
-      gather.capacity = gather.to_rows = *std::max_element(of_heads.begin(), of_heads.end());
-      gather.first = std::ssize(positions);  // of the array, until that has an address
-      for (const MissedRows& head : token) {
-        positions.insert(positions.end(), head.positions.begin(), head.positions.end());
-        positions.resize(positions.size() +
-                         static_cast<std::size_t>(gather.capacity - std::ssize(head.positions)));
-      }
+      gather.count = gather.to_rows = std::ssize(head.positions);
+      positions.insert(positions.end(), head.positions.begin(), head.positions.end());
       gathers.push_back(gather);
-      most = std::max(most, gather.capacity * shape_.kv_heads);
+      most = std::max(most, gather.count);
     }
   }
   reserve_device(static_cast<std::size_t>(most) * shape_.row_bytes());
@@ -207,12 +191,11 @@ double TransferBench::time_gather(std::span<const MissedRows> missed, Brought& t
                      on_device.bytes()};
   if (op.bytes > 0) queue_->copy({&op, 1});
   queue_->synchronize();
-  for (std::size_t i = 0; i < gathers.size(); ++i) {
-    gathers[i].positions =
-        reinterpret_cast<const std::int32_t*>(on_device.data()) + gathers[i].first;
-    gathers[i].first = 0;
-    gathers[i].counts = counts[i];
-    gathers[i].to = device_.data();
+  const auto* next = reinterpret_cast<const std::int32_t*>(on_device.data());
+  for (GatherParams& gather : gathers) {
+    gather.positions = next;
+    gather.to = device_.data();
+    next += gather.count;
   }
   return seconds_of([&] {
     for (const GatherParams& gather : gathers) queue_->run(gather);
