@@ -38,9 +38,10 @@ constexpr const char* kExample =
     "The same of q, k and v of any model, and of made-up ones at a model's shape:\n"
     "  sluice bench --arrays FILE.safetensors --policy values --device-memory 64MiB\n"
     "  sluice bench --shape llama3-8b --policy values --device-memory 256MiB\n"
-    "A scorer of your own, from the installed headers alone; its name is what the library\n"
-    "calls it (PREFIX/share/doc/sluice/examples/scorer has one, signs):\n"
-    "  c++ -std=c++20 -O3 -fPIC -shared -I PREFIX/include signs.cc library.cc -o signs.so\n"
+    "A scorer of your own, from the installed headers alone; its name is what the\n"
+    "library calls it (PREFIX/share/doc/sluice/examples/scorer has one, signs):\n"
+    "  c++ -std=c++20 -O3 -fPIC -shared -I PREFIX/include signs.cc library.cc \\\n"
+    "    -o signs.so\n"
     "  sluice bench --shape llama3.2-1b --scorer ./signs.so --device-memory 128MiB \\\n"
     "    --policy \"select=signs prune=top_k(64)\" \"select=signs prune=top_p(0.9)\"\n";
 
