@@ -365,12 +365,12 @@ GenerateResult generate(const Engine& engine, Session& session, std::span<const 
       answer.end(FinishReason::interrupted);
       break;
     }
-    result.recomputed_tokens = own.recomputed();
     own.note_length();
     if (options.on_decode) options.on_decode(*own);
   }
   answer.finish();
   result.drafts = speculation.counts();
+  result.recomputed_tokens = own.recomputed();
   timings.decode_seconds = total.seconds() - timings.first_token_seconds;
   return result;
 }

@@ -253,8 +253,8 @@ class ZeroRows : public BenchRows {
   KvShape shape_;
 };
 
-// Rows of zeros, of which those are selected that a trace names: everything is as in the run that
-// it is of but the scorer, its index and the numbers.
+// Rows of zeros, selected as a trace says. Compared with the run that wrote the trace, only the
+// scorer, its index and the values of the rows differ.
 class PositionsSubject : public AttentionSubject {
  public:
   PositionsSubject(const BenchFlags& flags, std::shared_ptr<const PositionTrace> trace)

@@ -56,8 +56,8 @@ __device__ __forceinline__ std::uint16_t find_threshold(const Work& w, const Row
 }
 
 // Calls put(v, kept, slot) for every vector v of 8 entries with its kept ones, bit e for entry
-// 8 v + e, and the slot of the first; returns the number of all. find(v, above, equal) gives those
-// that are kept and those that equal the cut, of which the first `ties` are kept.
+// 8 v + e, and the slot of the first; returns the number of all. find(v, above, equal) gives the
+// entries above the cut, which are all kept, and those equal to it: the first `ties` are kept.
 template <typename Find, typename Put>
 __device__ __forceinline__ std::int32_t write_kept(const Extent& extent, std::uint32_t ties,
                                                    std::uint32_t* part, const Find& find,

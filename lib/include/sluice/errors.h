@@ -24,7 +24,7 @@ enum class ErrorCode : std::uint8_t {
   numeric       // a NaN or an infinity where a finite number is required
 };
 
-// Its name here ("not_found"); followed by a NUL.
+// The name of the enumerator, such as "not_found".
 std::string_view to_string(ErrorCode code);
 
 // `what()` is one line: the fault, its place (file, or field in backquotes) and the remedy.
