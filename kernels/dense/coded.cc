@@ -1,6 +1,7 @@
 #include "kernels/dense/coded.h"
 
 #include <algorithm>
+#include <array>
 #include <optional>
 
 #include "kernels/dense/coded_product.h"
@@ -24,7 +25,6 @@ constexpr std::size_t kUnpackedBytes = std::size_t{56} << 20;
 constexpr std::int64_t kPartOutputs = 2048;
 
 constexpr int kStaticBytes = 2048;  // barriers, block sums, and what the system takes
-constexpr int kMostRowWarps = 16;
 // Fewer warps leave the memory idle. GPUs whose shared memory has room for no more have less
 // bandwidth, and one token's inputs leave more room on all others.
 constexpr int kLeastRowWarps = 8;
@@ -44,33 +44,46 @@ const Matrix& source_of(const LinearChain& chain) {
   return chain.cast ? chain.cast->from : chain.linear.x;
 }
 
+// Shared memory of row_kernel(): rings and inputs before the results, and all of it.
+struct RowBytes {
+  int results;
+  int all;
+};
+template <WeightCode kCode>
+RowBytes row_bytes(int columns, int tokens, int warps, bool is_gated) {
+  const bool as_digits = tokens <= kMostDigitTokens;
+  const int rings = warps * kRowStages * kStageTiles<kCode> * CodedTile<kCode>::kBytes;
+  const int inputs =
+      as_digits ? digit_bytes<kCode>(columns, tokens) : element_bytes<kCode>(columns, tokens);
+  const int results = 2 * warps * (is_gated ? 2 : 1) * kTileOutputs * tokens *
+                      (as_digits ? kDigits : 1) * static_cast<int>(sizeof(float));
+  const int elements = tokens == 1 ? columns * kTileInputs * 2 : 0;  // of inputs to be cast
+  return {rings + inputs, rings + inputs + std::max(results, elements)};
+}
+
 // The launch of row_kernel(), or none if its inputs leave less room than `least` warps need.
 template <WeightCode kCode>
 std::optional<CodedLaunch> row_launch(const CodedMatrix& weight, std::int64_t tokens, bool is_gated,
                                       int least, const DeviceLimits& device) {
-  const int tiles = is_gated ? 2 : 1;
-  const int stages = is_gated ? kRowStages<kCode, 2> : kRowStages<kCode, 1>;
-  const std::int64_t columns = weight.tile_columns();
-  if (tokens > kMmaTokens || columns > device.shared_bytes / (2 * kTileInputs)) return {};
-  const std::int64_t x = tokens * shared_token_bytes(static_cast<int>(columns));
-  const std::int64_t sums = CodedTile<kCode>::kHasOffsets
-                                ? columns * kTileGroups * sum_tokens(static_cast<int>(tokens)) * 4
-                                : 0;
-  const std::int64_t fixed = kPairTableBytes<kCode> + x + sums;
-  const std::int64_t per_warp = std::int64_t{stages} * tiles * CodedTile<kCode>::kBytes +
-                                2 * tiles * kTileOutputs * tokens * std::int64_t{sizeof(float)};
-  std::int64_t warps = std::min<std::int64_t>(
-      kMostRowWarps, (device.shared_bytes - kStaticBytes - fixed) / per_warp);
+  if (tokens > kMostRowTokens || weight.tile_columns() > device.shared_bytes / kTileInputs) {
+    return {};
+  }
+  const auto columns = static_cast<int>(weight.tile_columns());
+  const auto bytes = [&](int warps) {
+    return row_bytes<kCode>(columns, static_cast<int>(tokens), warps, is_gated).all;
+  };
+  int warps = kMostRowWarps;
+  while (warps >= least && bytes(warps) + kStaticBytes > device.shared_bytes) --warps;
   if (warps < least) return {};
   // As few warps as share the columns in as many rounds; but enough to load inputs.
-  const std::int64_t rounds = (columns + warps - 1) / warps;
-  warps = std::min(warps, std::max<std::int64_t>((columns + rounds - 1) / rounds, kLeastRowWarps));
+  const int parts = (columns + kStageTiles<kCode> - 1) / kStageTiles<kCode>;
+  const int rounds = (parts + warps - 1) / warps;
+  warps = std::min(warps, std::max((parts + rounds - 1) / rounds, kLeastRowWarps));
   CodedLaunch shape;
-  const std::int64_t rows = weight.tile_rows() / tiles;
+  const std::int64_t rows = weight.tile_rows() / (is_gated ? 2 : 1);
   shape.blocks = static_cast<int>(std::min<std::int64_t>(device.multiprocessors, rows));
-  shape.warps = static_cast<int>(warps);
-  shape.stages = stages;
-  shape.shared_bytes = static_cast<std::size_t>(fixed + warps * per_warp);
+  shape.warps = warps;
+  shape.shared_bytes = static_cast<std::size_t>(bytes(warps));
   return shape;
 }
 
@@ -102,9 +115,10 @@ CodedProductParams product_params(const LinearParams& p, const CodedMatrix& weig
   return k;
 }
 
-void run_rows(const CodedProductParams& params, WeightCode code, DType dtype, bool is_gated,
+void run_rows(CodedProductParams params, WeightCode code, DType dtype, bool is_gated,
               const CodedLaunch& shape, const Launch& launch) {
   dispatch_code(code, [&]<WeightCode kCode>() {
+    params.results = row_bytes<kCode>(params.columns, params.tokens, shape.warps, is_gated).results;
     launch_row_kernel<kCode>(params, dtype, is_gated, shape, launch);
   });
 }
@@ -119,38 +133,48 @@ LinearParams tokens_of(const LinearParams& all, std::int64_t first, std::int64_t
   return part;
 }
 
-// Room in shared memory of tiles_kernel() for `warps` with `columns` tiles of inputs at a time.
+// A shape of tiles_kernel(): `columns` tiles of inputs in shared memory at a time, of which stages
+// have `stage_tiles`.
+struct TilesShape {
+  int warps, stages, columns, stage_tiles;
+};
+
+// The first of these that fits is taken. The last one fits every device.
 template <WeightCode kCode>
-std::int64_t tiles_bytes(int warps, int stages, int columns, int tokens) {
-  const std::int64_t rings = std::int64_t{warps} * stages * 2 * CodedTile<kCode>::kBytes;
-  const std::int64_t inputs = std::int64_t{2} * tokens * shared_token_bytes(columns);
+inline constexpr std::array<TilesShape, 5> kTilesShapes;
+template <>
+inline constexpr std::array<TilesShape, 5> kTilesShapes<WeightCode::int8> = {
+    {{8, 4, 4, 1}, {8, 4, 2, 1}, {8, 4, 1, 1}, {8, 2, 1, 1}, {4, 2, 1, 1}}};
+template <>
+inline constexpr std::array<TilesShape, 5> kTilesShapes<WeightCode::int4> = {
+    {{8, 4, 4, 2}, {8, 4, 2, 2}, {8, 2, 2, 2}, {8, 2, 1, 1}, {4, 2, 1, 1}}};
+
+// Its shared memory.
+template <WeightCode kCode>
+std::int64_t tiles_bytes(const TilesShape& shape, int tokens) {
+  const std::int64_t rings =
+      std::int64_t{shape.warps} * shape.stages * 2 * shape.stage_tiles * CodedTile<kCode>::kBytes;
+  const std::int64_t inputs = std::int64_t{2} * tokens * shared_token_bytes(shape.columns);
   const std::int64_t sums =
-      CodedTile<kCode>::kHasOffsets ? std::int64_t{columns} * kTileGroups * tokens * 4 : 0;
+      CodedTile<kCode>::kHasOffsets ? std::int64_t{shape.columns} * kTileGroups * tokens * 4 : 0;
   return kPairTableBytes<kCode> + rings + inputs + sums;
 }
-
-// The first of these shapes that fits. The last one fits every device.
-struct TilesShape {
-  int warps, stages, columns;
-};
-constexpr TilesShape kTilesShapes[] = {{8, 4, 4}, {8, 4, 2}, {8, 4, 1}, {4, 4, 1}, {4, 2, 1}};
 
 template <WeightCode kCode>
 CodedLaunch tiles_launch(CodedProductParams& k, const Launch& launch) {
   CodedLaunch shape;
   shape.token_tiles = k.tokens <= 16 ? 2 : k.tokens <= 32 ? 4 : 8;
-  const int tokens = shape.token_tiles * kMmaTokens;
-  const auto* const fits =
-      std::find_if(std::begin(kTilesShapes), std::end(kTilesShapes), [&](const TilesShape& s) {
-        return tiles_bytes<kCode>(s.warps, s.stages, s.columns, tokens) + kStaticBytes <=
-               launch.device->shared_bytes;
-      });
-  check(fits != std::end(kTilesShapes), "coded weights: shared memory");
+  const int tokens = shape.token_tiles * kMmaColumns;
+  const auto& shapes = kTilesShapes<kCode>;
+  const auto fits = std::find_if(shapes.begin(), shapes.end(), [&](const TilesShape& s) {
+    return tiles_bytes<kCode>(s, tokens) + kStaticBytes <= launch.device->shared_bytes;
+  });
+  check(fits != shapes.end(), "coded weights: shared memory");
   shape.warps = fits->warps;
   shape.stages = fits->stages;
+  shape.stage_tiles = fits->stage_tiles;
   k.chunk_columns = fits->columns;
-  shape.shared_bytes = static_cast<std::size_t>(
-      tiles_bytes<kCode>(shape.warps, shape.stages, k.chunk_columns, tokens));
+  shape.shared_bytes = static_cast<std::size_t>(tiles_bytes<kCode>(*fits, tokens));
   // As many slices as fill the device, if their results fit in the scratch memory.
   const std::int64_t part = 2 * shape.warps;
   const std::int64_t parts = (k.tile_rows + part - 1) / part;

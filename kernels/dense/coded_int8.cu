@@ -1,3 +1,4 @@
+#include "kernels/dense/coded_gemv.cuh"
 #include "kernels/dense/coded_product.cuh"
 
 namespace sluice::cuda {

@@ -25,6 +25,7 @@ struct CodedProductParams {
   std::int64_t y_stride;  // elements
   std::int64_t outputs;   // after swiglu, which halves the number of rows
   bool accumulate;
+  int results;  // of row_kernel(): their offset in shared memory
   // Of tiles_kernel(), which divides the columns into slices (split-K):
   int slices;                   // in different blocks
   int slice_columns;            // of a slice, except the last
@@ -38,32 +39,59 @@ struct CodedProductParams {
 // Shape of a launch.
 struct CodedLaunch {
   int blocks = 0;
-  int warps = 0;  // that multiply; row_kernel() has one more
-  int stages = 0;
-  int token_tiles = 0;  // of eight tokens, compiled: 2, 4 or 8
+  int warps = 0;        // that multiply; row_kernel() has one more
+  int stages = 0;       // of tiles_kernel()
+  int stage_tiles = 0;  // of tiles_kernel(): neighbouring tiles in a stage, at most kStageTiles
+  int token_tiles = 0;  // of tiles_kernel(): of kMmaColumns tokens, 2, 4 or 8
   std::size_t shared_bytes = 0;
 };
+
+// Columns of a product on the tensor cores: tokens, or their digits.
+inline constexpr int kMmaColumns = 8;
 
 // Bytes of a block's table of pairs of int4 levels, in shared memory before the warps' stages.
 template <WeightCode kCode>
 inline constexpr int kPairTableBytes = kCode == WeightCode::int4 ? 256 * 128 : 0;
 
-// Most tokens of row_kernel(), one tile of tokens.
-inline constexpr int kMmaTokens = 8;
+// Neighbouring tiles that are copied as one.
+template <WeightCode kCode>
+inline constexpr int kStageTiles = kCode == WeightCode::int4 ? 2 : 1;
 
-// Stages of a warp's ring in row_kernel(), of kTiles tiles each: 9 KiB in all, 18 with two int8
-// tiles.
-template <WeightCode kCode, int kTiles>
-inline constexpr int kRowStages = kTiles* CodedTile<kCode>::kBytes < 2048 ? 8 : 4;
-
-// Bytes from token to token of inputs in shared memory: 64 beyond a multiple of 128, so that eight
-// lanes of two tokens read different banks.
+// Bytes from token to token of inputs as elements: 64 beyond a multiple of 128, so that eight lanes
+// of two tokens read different banks.
 __host__ __device__ constexpr int shared_token_bytes(int columns) {
   return columns * kTileInputs * 2 + 64;
 }
 
+// row_kernel(): up to kMostDigitTokens as digits (coded_digits.cuh), more as elements.
+inline constexpr int kDigits = 3;
+inline constexpr int kMostDigitTokens = 2;
+inline constexpr int kMostRowTokens = kMmaColumns;
+inline constexpr int kMostRowWarps = 16;
+inline constexpr int kRowStages = 4;
+
+// Bytes from a digit of `columns` tiles' inputs to the next: 32 beyond a multiple of 128, so that
+// lanes of four digits read different banks.
+__host__ __device__ constexpr int digit_stride(int columns) { return columns * kTileInputs + 32; }
+// Numbers of a column of tiles that are kept beside its digits, and bytes of all.
+template <WeightCode kCode>
+inline constexpr int kColumnScales = kMmaColumns*(CodedTile<kCode>::kHasOffsets ? 1 + kTileGroups
+                                                                                : 1);
+template <WeightCode kCode>
+constexpr int digit_bytes(int columns, int tokens) {
+  return columns * kColumnScales<kCode> * static_cast<int>(sizeof(float)) +
+         tokens * kDigits * digit_stride(columns);
+}
+
 // Tokens rounded up to pairs: the stride of sum_groups(), because a lane loads sums of two tokens.
 __host__ __device__ constexpr int sum_tokens(int tokens) { return (tokens + 1) / 2 * 2; }
+// Bytes of inputs as elements, with the table of pairs before them and sums of groups behind.
+template <WeightCode kCode>
+constexpr int element_bytes(int columns, int tokens) {
+  const int sums = columns * kTileGroups * sum_tokens(tokens) * static_cast<int>(sizeof(float));
+  return kPairTableBytes<kCode> + tokens * shared_token_bytes(columns) +
+         (CodedTile<kCode>::kHasOffsets ? sums : 0);
+}
 
 // The dtype of x is bf16 or f16. `is_gated`: swiglu.
 template <WeightCode kCode>

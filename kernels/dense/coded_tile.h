@@ -1,17 +1,21 @@
 // Layout of coded weights (lib/weight_code.h) on the device: tiles of 16 outputs and 128 inputs.
-// Codes lie in the order in which the lanes of a warp hold the fragments of mma.m16n8k16, so that a
-// lane's 16 codes of a group (kWeightGroup = 32 inputs, which share a scale) are one load of 8
-// (int4) or 16 (int8) bytes, and a tile one contiguous copy. Tiles of the same outputs follow each
-// other. Outputs and inputs are padded with weights of scale 0.
+// Codes lie in the order in which the lanes of a warp hold the fragments of mma.m16n8k32, and of
+// two of mma.m16n8k16, so that a lane's 16 codes of a group (kWeightGroup = 32 inputs, which share
+// a scale) are one load of 8 (int4) or 16 (int8) bytes, and a tile one contiguous copy. Tiles of
+// the same outputs follow each other. Outputs and inputs are padded with weights of scale 0.
 //
 //   scales    f16 [8 rows, 4 groups, 2]: row r, then row r + 8
 //   offsets   the same, only int8
 //   codes     words [4 groups, 32 lanes, 2 (int4) or 4 (int8)]
 //
-// A row is an output. A group takes two products (mma of 16 inputs). Lane l has rows l / 4 and
-// l / 4 + 8, and inputs 8 (l % 4) to 8 (l % 4) + 7 of each group: the first four in the first
-// product, the others in the second. The order of inputs within a group is free, as long as
-// activations have the same, and this one reads them 16 bytes at a time.
+// A row is an output. Lane l has rows l / 4 and l / 4 + 8, and inputs 8 (l % 4) to 8 (l % 4) + 7 of
+// each group: the first four in the first half of its words, the others in the second, which are
+// the halves of a product of 32 inputs, or two products of 16. The order of inputs within a group
+// is free, as long as activations have the same, and this one reads them together.
+//
+//   int4   a word has four codes of the lower row, then four of the upper one
+//   int8   a word has four codes of one row; the second and the third are exchanged, because a mask
+//          makes 16-bit numbers of bytes 0 and 2, or of 1 and 3
 #pragma once
 
 #include <cuda_runtime.h>
@@ -45,14 +49,10 @@ struct CodedTile {
   __host__ __device__ static constexpr Place place_of(int row, int input) {
     const int group = input / 32;
     const int lane = row % 8 * 4 + input % 32 / 8;
-    const int product = input % 8 / 4;
-    const int half = input % 4 / 2;  // of the product's 16 inputs
+    const int half = input % 8 / 4;
     const int is_high = row / 8;
-    const int is_odd = input % 2;
-    const int word = kCode == WeightCode::int8 ? 2 * product + half : product;
-    // int8: pairs of inputs are bytes 0 and 2, or 1 and 3, from which masks make 16-bit numbers.
-    const int index =
-        kCode == WeightCode::int8 ? is_high + 2 * is_odd : 2 * (is_high + 2 * half) + is_odd;
+    const int word = kCode == WeightCode::int8 ? 2 * half + is_high : half;
+    const int index = kCode == WeightCode::int8 ? exchanged(input % 4) : 4 * is_high + input % 4;
     return {kFirstCode + (group * 32 + lane) * kLaneWords + word, index * kBits};
   }
 
@@ -67,11 +67,10 @@ struct CodedTile {
     const int lane = code / kLaneWords % 32;
     const int of_lane = code % kLaneWords;
     const bool is_int8 = kCode == WeightCode::int8;
-    const int product = is_int8 ? of_lane / 2 : of_lane;
-    const int half = is_int8 ? of_lane % 2 : i / 4;
-    const int is_high = is_int8 ? i % 2 : i / 2 % 2;
-    const int is_odd = is_int8 ? i / 2 : i % 2;
-    return {lane / 4 + 8 * is_high, 32 * group + 8 * (lane % 4) + 4 * product + 2 * half + is_odd};
+    const int half = is_int8 ? of_lane / 2 : of_lane;
+    const int is_high = is_int8 ? of_lane % 2 : i / 4;
+    const int of_half = is_int8 ? exchanged(i) : i % 4;
+    return {lane / 4 + 8 * is_high, 32 * group + 8 * (lane % 4) + 4 * half + of_half};
   }
 
   // A word of the tile. `rows` has scale(row, group), offset(row, group), both as bits of an f16,
@@ -91,6 +90,10 @@ struct CodedTile {
     }
     return bits;
   }
+
+ private:
+  // 0, 2, 1, 3.
+  __host__ __device__ static constexpr int exchanged(int i) { return i % 2 * 2 + i / 2; }
 };
 
 // A coded matrix [outputs, inputs] on the device.

@@ -80,10 +80,11 @@ std::uint32_t fragment_code(const std::vector<std::uint32_t>& words, int group, 
   const std::size_t of_lane =
       static_cast<std::size_t>(Tile::kFirstCode + (group * kLanes + lane) * Tile::kLaneWords);
   if (kCode == WeightCode::int4) {
-    return words.at(of_lane + static_cast<std::size_t>(product)) >> (8 * i + 4 * e) & 15u;
+    const int shift = 16 * (i % 2) + 8 * (i / 2) + 4 * e;
+    return words.at(of_lane + static_cast<std::size_t>(product)) >> shift & 15u;
   }
-  const std::uint32_t word = words.at(of_lane + static_cast<std::size_t>(2 * product + i / 2));
-  return word >> (16 * e + 8 * (i % 2)) & 255u;
+  const std::uint32_t word = words.at(of_lane + static_cast<std::size_t>(2 * product + i % 2));
+  return word >> (16 * e + 8 * (i / 2)) & 255u;
 }
 
 // Sums over a group by way of fragments, with inputs read as the kernels read them: 8 from
