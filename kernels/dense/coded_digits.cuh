@@ -117,7 +117,6 @@ template <WeightCode kCode, typename T>
 class DigitInputs {
  public:
   static constexpr int kOfToken = kDigits;  // columns of the inputs' matrix
-  static constexpr int kMostTokens = kMostDigitTokens;
 
   // `shared` has digit_bytes().
   __device__ DigitInputs(const CodedProductParams& p, std::byte* shared)

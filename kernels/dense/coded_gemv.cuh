@@ -21,7 +21,6 @@ template <WeightCode kCode, typename T>
 class ElementInputs {
  public:
   static constexpr int kOfToken = 1;
-  static constexpr int kMostTokens = kMostRowTokens;
 
   // `shared` has element_bytes().
   __device__ ElementInputs(const CodedProductParams& p, std::byte* shared)
