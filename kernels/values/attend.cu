@@ -65,8 +65,10 @@ TilesCall call_of(const AttendTilesParams& p, const DeviceLimits& device) {
   c.most_pages = static_cast<std::int32_t>(pages);
   c.weights = PageWeights::of(p.logits.digest, c.group);
   c.query_parts = static_cast<std::int32_t>(ceil_div(c.group, kTileQueries));
-  // Two blocks per multiprocessor, as long as every warp may have a page.
-  const std::int64_t blocks = ceil_div(2 * device.multiprocessors, c.heads * c.query_parts);
+  // At most two blocks per multiprocessor, because a third would begin when others are done, and as
+  // long as every warp may have a page.
+  const std::int64_t blocks =
+      std::max<std::int64_t>(1, 2 * device.multiprocessors / (c.heads * c.query_parts));
   c.splits = static_cast<std::int32_t>(std::min(blocks, ceil_div(pages, kPagesOfBlock)));
   return c;
 }
