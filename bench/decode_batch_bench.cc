@@ -61,12 +61,21 @@ double seconds_alone(MadeUpModel& model, KvSession& session) {
   return seconds.count() / kAlone;
 }
 
-void run(benchmark::State& state, const std::string& name) {
-  MadeUpModel& model = made_up_model(ModelShape::llama_8b);
-  const std::vector<std::int64_t> lengths = ragged_lengths(state.range(0), state.range(1));
-  const Policy policy = parse_policy(name);
+// Sequences of one benchmark.
+struct BatchCase {
+  ModelShape shape;
+  std::string policy;
+  std::vector<std::int64_t> lengths;
+  bool resident = true;
+  bool alone = false;  // time each sequence by itself, too
+};
+
+void run(benchmark::State& state, const BatchCase& of) {
+  MadeUpModel& model = made_up_model(of.shape);
+  const std::vector<std::int64_t>& lengths = of.lengths;
+  const Policy policy = parse_policy(of.policy);
   const auto pool =
-      std::make_shared<KvPool>(model.queue(), plan_of(model, policy, lengths, state.range(2) != 0),
+      std::make_shared<KvPool>(model.queue(), plan_of(model, policy, lengths, of.resident),
                                std::span<const Policy>(&policy, 1));
   std::vector<KvSession> sessions;
   for (const std::int64_t length : lengths) {
@@ -84,8 +93,11 @@ void run(benchmark::State& state, const std::string& name) {
   double host_seconds = 0.0;
   for (auto _ : state) host_seconds += model.decode(all);
   const ReplayCounts counts_after = model.queue()->replay_counts();
-  double alone = 0.0;
-  for (KvSession& session : sessions) alone += seconds_alone(model, session);
+  if (of.alone) {
+    double alone = 0.0;
+    for (KvSession& session : sessions) alone += seconds_alone(model, session);
+    state.counters["single_steps_ms"] = alone * 1e3;
+  }
 
   using benchmark::Counter;
   const auto read = static_cast<double>(after.read - before.read + model.matrix_bytes());
@@ -94,20 +106,36 @@ void run(benchmark::State& state, const std::string& name) {
   state.counters["recordings"] =
       static_cast<double>(counts_after.recordings - counts_before.recordings);
   state.counters["launches"] = static_cast<double>(counts_after.launches - counts_before.launches);
-  state.counters["single_steps_ms"] = alone * 1e3;
   state.counters["bytes_read"] = read;
   state.counters["floor_ms"] = read / kBytesPerSecond * 1e3;
   state.counters["device_KV_bytes"] = static_cast<double>(pool->plan().device_bytes);
 }
 
-// Arguments: sequences, tokens of the longest, 1 if all rows stay on the device; the policy is
-// captured.
-void decode_batch(benchmark::State& state, const std::string& name) {
+void run_or_skip(benchmark::State& state, const BatchCase& of) {
   try {
-    run(state, name);
+    run(state, of);
   } catch (const Error& error) {
     state.SkipWithError(error.what());
   }
+}
+
+// Arguments: sequences, tokens of the longest, 1 if all rows stay on the device; the policy is
+// captured.
+void decode_batch(benchmark::State& state, const std::string& name) {
+  run_or_skip(state, {ModelShape::llama_8b, name, ragged_lengths(state.range(0), state.range(1)),
+                      state.range(2) != 0, true});
+}
+
+// Llama 2 7B's shape, on which Twilight was measured (Lin et al. 2025, section 5.3): sequences of
+// one length, and a base selector that proposes a quarter of them. Made-up scores are so flat that
+// top-p keeps what its cap allows, `kept` of a thousand tokens. Arguments: sequences, tokens, 1 if
+// all rows stay on the device.
+void decode_batch_mha(benchmark::State& state, const std::string& name, int kept) {
+  const std::int64_t tokens = state.range(1);
+  std::string policy = name;
+  if (kept > 0) policy += " cap=" + std::to_string(tokens * kept / 1000);
+  const std::vector<std::int64_t> lengths(static_cast<std::size_t>(state.range(0)), tokens - 37);
+  run_or_skip(state, {ModelShape::llama_7b, policy, lengths, state.range(2) != 0});
 }
 
 void shapes(benchmark::internal::Benchmark* bench) {
@@ -120,12 +148,26 @@ void shapes(benchmark::internal::Benchmark* bench) {
   bench->Iterations(10)->UseRealTime()->Unit(benchmark::kMillisecond);
 }
 
+// As many sequences as fit an H200 beside the largest index.
+void mha_shapes(benchmark::internal::Benchmark* bench) {
+  bench->ArgNames({"sequences", "tokens", "resident"});
+  bench->Args({18, 10240, 1})->Args({9, 20480, 1})->Args({6, 30720, 1})->Args({2, 30720, 0});
+  bench->Iterations(10)->UseRealTime()->Unit(benchmark::kMillisecond);
+}
+
 BENCHMARK_CAPTURE(decode_batch, dense, std::string("dense"))->Apply(shapes);
 BENCHMARK_CAPTURE(decode_batch, sparq, std::string("sparq"))->Apply(shapes);
 BENCHMARK_CAPTURE(decode_batch, sluice, std::string("sluice"))->Apply(shapes);
 BENCHMARK_CAPTURE(decode_batch, quest, std::string("quest"))->Apply(shapes);
 BENCHMARK_CAPTURE(decode_batch, twilight, std::string("twilight"))->Apply(shapes);
 BENCHMARK_CAPTURE(decode_batch, values, std::string("values"))->Apply(shapes);
+
+BENCHMARK_CAPTURE(decode_batch_mha, dense, std::string("dense"), 0)->Apply(mha_shapes);
+BENCHMARK_CAPTURE(decode_batch_mha, quest, std::string("quest prune=top_k(1/4)"), 0)
+    ->Apply(mha_shapes);
+BENCHMARK_CAPTURE(decode_batch_mha, twilight, std::string("twilight"), 20)->Apply(mha_shapes);
+BENCHMARK_CAPTURE(decode_batch_mha, tidaldecode, std::string("tidaldecode anchors=2,13"), 0)
+    ->Apply(mha_shapes);
 
 }  // namespace
 }  // namespace sluice::bench

@@ -1,12 +1,13 @@
 // Decoding behind more and more tokens of a book, under several policies, one after the other. Each
 // policy has its own plan and sessions, gets the whole cap and reads the book itself. With
 // --sequences N a step decodes one token of each of N sequences, which start at different offsets
-// of the book and have 1/N, 2/N ... N/N of the depth.
+// of the book and have 1/N, 2/N ... N/N of the depth, or with --equal all of it. They share rows
+// for as many tokens as they need, or for --pool-tokens, which suffice if prompts evict.
 //
 //   decode_depth_bench [--model DIR] [--weights int8|int4] [--kv-dtype int8] [--device cuda]
 //                      [--device-memory BYTES] [--host-memory BYTES] [--row-cache BYTES]
-//                      [--tokens N...] [--sequences N] [--policy LINE...] [--chunk N]
-//                      [--warm-up STEPS] [--benchmark_out=FILE ...]
+//                      [--tokens N...] [--sequences N] [--equal] [--pool-tokens N]
+//                      [--policy LINE...] [--chunk N] [--warm-up STEPS] [--benchmark_out=FILE ...]
 //
 // Warm-up steps fill the row cache, if there is one, before the timed steps.
 #include <benchmark/benchmark.h>
@@ -41,6 +42,8 @@ struct Settings {
   std::optional<std::uint64_t> row_cache;
   int chunk = 0;
   int sequences = 1;
+  bool equal = false;
+  std::optional<std::int64_t> pool_tokens;
   std::int64_t warm_up = 0;
   std::int64_t steps = 32;
   std::vector<std::int64_t> tokens = {8 << 10, 32 << 10, 128 << 10};
@@ -120,7 +123,8 @@ class Readers {
   // Reads on, or rewinds, to `tokens`.
   void go_to(std::int64_t tokens) {
     for (std::size_t i = 0; i < sessions_.size(); ++i) {
-      const std::int64_t depth = tokens * static_cast<std::int64_t>(i + 1) / settings_.sequences;
+      const auto share = settings_.equal ? settings_.sequences : static_cast<std::int64_t>(i + 1);
+      const std::int64_t depth = tokens * share / settings_.sequences;
       Session& session = sessions_[i];
       if (session.length() > depth) session.truncate(depth);
       if (session.length() == depth) continue;
@@ -158,9 +162,11 @@ class Readers {
     options.context = context_of(settings);
     const std::int64_t longest = options.context - decoded;
     options.sequences = settings.sequences;
-    options.tokens = std::min(
-        options.context * settings.sequences,
-        longest * (settings.sequences + 1) / 2 + (decoded + kPageTokens) * settings.sequences);
+    const std::int64_t prompts =
+        settings.equal ? longest * settings.sequences : longest * (settings.sequences + 1) / 2;
+    options.tokens = settings.pool_tokens.value_or(
+        std::min(options.context * settings.sequences,
+                 prompts + (decoded + kPageTokens) * settings.sequences));
     options.policies = {parse_policy(policy)};
     return options;
   }
@@ -227,6 +233,8 @@ int run(int argc, char** argv) {
   app.add_option("--row-cache", settings.row_cache)->transform(CLI::AsSizeValue(false));
   app.add_option("--chunk", settings.chunk);
   app.add_option("--sequences", settings.sequences)->check(CLI::Range(1, 64));
+  app.add_flag("--equal", settings.equal);
+  app.add_option("--pool-tokens", settings.pool_tokens)->check(CLI::PositiveNumber);
   app.add_option("--warm-up", settings.warm_up)->check(CLI::NonNegativeNumber);
   app.add_option("--steps", settings.steps)->check(CLI::PositiveNumber);
   app.add_option("--tokens", settings.tokens)->check(CLI::PositiveNumber);
