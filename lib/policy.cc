@@ -163,7 +163,7 @@ void check_compensation(const Policy& policy, const Scorers& scorers) {
           std::string("compensate=") + (by_values ? "values" : "mean_value") +
               " needs the weight of every token; it takes select=" + scorers.names({Kind::logits}));
   require(by_values || policy.values == ValueBits{},
-          "bits and pages of values are of compensate=values");
+          "bits, pages and components of values are of compensate=values");
   require(policy.values.bits >= 1 && policy.values.bits <= 4,
           "the bits of compensate=values have to be from 1 to 4");
   require(policy.values.pages > 0.0 && policy.values.pages <= 1.0,
@@ -324,7 +324,8 @@ void check_shape(const Policy& policy, const KvShape& shape, const Scorers& scor
                                             std::to_string(shape.head_dim));
   }
   if (policy.compensate == Compensation::values) {
-    check_value_tiles(policy.values.bits, shape.head_dim, static_cast<float>(policy.values.pages));
+    check_value_tiles(policy.values.bits, shape.head_dim, static_cast<float>(policy.values.pages),
+                      policy.values.half);
   }
 }
 
