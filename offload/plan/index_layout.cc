@@ -452,7 +452,7 @@ IndexLayout plan_index(const KvRequest& request) {
   }
   layout.arena_rows = layout.selects() ? std::min(kArenaRows, layout.selected) : 0;
   if (layout.halves_values() && !request.has_value_basis) {
-    throw Error(ErrorCode::usage,
+    throw Error(ErrorCode::unsupported,
                 "policy: components=half takes the weights of the model's value projection, which "
                 "a KV cache without a model does not have; take components=all, with bits=1 for "
                 "about the same bytes");

@@ -166,10 +166,10 @@ ScorerUse use_of(const Policy& policy, const KvShape& shape, std::int64_t contex
 Policy within_windows(Policy policy, std::span<const std::int64_t> windows);
 
 // A layout that serves every one of the request's policies. Throws Error{usage} if one of them does
-// not fit the shape or if two of them want a layer's keys or values in different bits, or one of
-// them its keys rotated and the other not, and Error{unsupported} if a scorer does not run on the
-// processor or a policy chooses
-// among tokens that a layer's window may hide.
+// not fit the shape or if two of them want a layer's keys or values in different bits, its values
+// in all and in half of their components, or its keys rotated and not; Error{unsupported} if a
+// scorer does not run on the processor, a policy chooses among tokens that a layer's window may
+// hide, or there is no basis for half of the components.
 IndexLayout plan_index(const KvRequest& request);
 
 }  // namespace sluice

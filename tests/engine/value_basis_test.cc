@@ -5,11 +5,12 @@
 
 #include <cmath>
 #include <limits>
+#include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
 #include "engine/checkpoint.h"
-#include "engine/tensors.h"
 #include "lib/value_tiles.h"
 #include "sluice/element.h"
 #include "sluice/engine.h"
@@ -17,6 +18,7 @@
 #include "sluice/kv_cache.h"
 #include "tests/support/expect.h"
 #include "tests/support/golden.h"
+#include "tests/support/model_sessions.h"
 #include "tests/support/random.h"
 #include "tests/support/random_checkpoint.h"
 
@@ -172,12 +174,57 @@ TEST(ValueBasis, IsPlannedAndKeptOnce) {
   EXPECT_EQ(engine.plan(options_for("values")).weight_bytes, without + bytes) << "it stays";
 }
 
+double divergence(std::span<const float> from, std::span<const float> logits) {
+  const auto log_sum = [](std::span<const float> x) {
+    double sum = 0.0;
+    for (const float logit : x) sum += std::exp(static_cast<double>(logit));
+    return std::log(sum);
+  };
+  const double a = log_sum(from);
+  const double b = log_sum(logits);
+  double sum = 0.0;
+  for (std::size_t i = 0; i < from.size(); ++i) {
+    const double p = static_cast<double>(from[i]) - a;
+    sum += std::exp(p) * (p - static_cast<double>(logits[i]) + b);
+  }
+  return sum;
+}
+
+// Few exact rows, so that most of the weight is on components: half of them lose little, whatever
+// format the weights are multiplied in.
+TEST(ValueBasis, ServesEveryWeightFormat) {
+  constexpr std::int64_t kPrompt = 1300;
+  constexpr int kDecoded = 20;
+  for (const auto weights :
+       {std::optional<WeightFormat>(), std::optional<WeightFormat>(WeightCode::int8),
+        std::optional<WeightFormat>(WeightCode::int4)}) {
+    EngineConfig config = testing::config_for();
+    config.weights = weights;
+    config.chunk = 512;
+    Engine engine = Engine::open(config);
+    const std::vector<TokenId> tokens = testing::book_tokens(engine, kPrompt + kDecoded);
+    SessionOptions options = options_for("compact prune=top_k(16) bits=4");
+    options.context = kPrompt + kDecoded;
+    Session half = engine.new_session(options);
+    Session dense = engine.new_session(options.context);
+    half.prefill(std::span(tokens).first(kPrompt));
+    dense.prefill(std::span(tokens).first(kPrompt));
+    double sum = 0.0;
+    for (const TokenId token : std::span(tokens).subspan(kPrompt)) {
+      const std::vector<float> expected = testing::copy_of(dense.decode(token));
+      sum += divergence(expected, half.decode(token)) / kDecoded;
+    }
+    EXPECT_GT(sum, 1e-6);
+    EXPECT_LT(sum, 0.02) << (weights ? to_string(*weights) : "as stored");
+  }
+}
+
 TEST(ValueBasis, IsNotAskedOfACacheWithoutAModel) {
   KvConfig config;
   config.shape = {2, 4, 2, 32, DType::f32};
   config.context = 1000;
   config.policies = {parse_policy(kHalf)};
-  expect_error(ErrorCode::usage,
+  expect_error(ErrorCode::unsupported,
                "components=half takes the weights of the model's value projection",
                [&] { KvCache{config}; });
 }

@@ -97,8 +97,8 @@ TEST(PolicyText, ValuesInAFewBits) {
   EXPECT_EQ(policy.values, (ValueBits{3, 0.8}));
   EXPECT_EQ(to_string(policy), "select=int4 prune=top_k(16) compensate=values(bits=3,pages=0.8)");
   EXPECT_EQ(policy_from_json(to_json(policy)), policy);
-  const Policy half = parse_policy(
-      "select=int4 prune=top_k(16) compensate=values(pages=0.8, components = half)");
+  const Policy half =
+      parse_policy("select=int4 prune=top_k(16) compensate=values(pages=0.8, components = half)");
   EXPECT_TRUE(half.values.half);
   EXPECT_EQ(to_string(half),
             "select=int4 prune=top_k(16) compensate=values(components=half,pages=0.8)");

@@ -117,15 +117,15 @@ struct ModelInfo {
 // Bytes that a session will take, computed before anything is allocated.
 struct Plan {
   KvPlan kv;
-  std::uint64_t weight_bytes = 0;       // in the form that products use, value_basis_bytes included
-  std::uint64_t value_basis_bytes = 0;  // for policies that keep half the components of values
-  std::uint64_t activation_bytes = 0;   // buffers of one step
-  std::uint64_t prompt_bytes = 0;       // sparse prefill: a whole prompt between two layers
-  std::uint64_t loading_bytes = 0;      // host memory held only while weights are being loaded
-  std::uint64_t program_bytes = 0;      // the process itself: code, libraries, tokenizer
-  std::uint64_t thread_bytes = 0;       // stacks and scratch of the compute threads
-  std::uint64_t backend_bytes = 0;      // device memory that the backend itself needs
-  std::uint64_t staging_bytes = 0;      // host memory through which a GPU's input and output pass
+  std::uint64_t weight_bytes = 0;        // in the form that products use
+  std::uint64_t value_basis_bytes = 0;   // of these, for policies with components=half
+  std::uint64_t activation_bytes = 0;    // buffers of one step
+  std::uint64_t prompt_bytes = 0;        // sparse prefill: a whole prompt between two layers
+  std::uint64_t loading_bytes = 0;       // host memory held only while weights are being loaded
+  std::uint64_t program_bytes = 0;       // the process itself: code, libraries, tokenizer
+  std::uint64_t thread_bytes = 0;        // stacks and scratch of the compute threads
+  std::uint64_t backend_bytes = 0;       // device memory that the backend itself needs
+  std::uint64_t staging_bytes = 0;       // host memory through which a GPU's input and output pass
   std::uint64_t loading_peak_bytes = 0;  // peak host memory while weights are being loaded
   bool on_device = false;                // weights and activations are on the device, a GPU
   // Dense attention is faster: all rows lie where attention reads them, and reading every one takes
