@@ -374,10 +374,13 @@ std::span<const Preset> presets() {
        "SparQ proposes, Twilight's top-p keeps up to 256 tokens, SparQ's mean value compensates"},
       {"values", "select=int4 prune=top_k(64) compensate=values(pages=0.95) bits=3",
        "64 tokens exactly, all others by their keys in 3 bits and their values in 2"},
-      {"compact", "select=int4 prune=top_k(1024) compensate=values(bits=1,pages=0.95) bits=2",
-       "1024 tokens exactly, all others by their keys in 2 bits and their values in 1"},
-      {"tiny", "select=int4 prune=top_k(4096) compensate=values(bits=1,pages=0.95) bits=1",
-       "4096 tokens exactly, all others by their keys and values in 1 bit"},
+      {"compact",
+       "select=int4 prune=top_k(512) compensate=values(components=half,pages=0.95) bits=2",
+       "512 tokens exactly, all others by their keys and half the components of their values, in 2 "
+       "bits"},
+      {"tiny", "select=int4 prune=top_k(4096) compensate=values(components=half,pages=0.95) bits=1",
+       "4096 tokens exactly, all others by their keys in 1 bit and half the components of their "
+       "values in 2"},
       {"quantized", "select=int4 prune=none compensate=values(bits=4,pages=1)",
        "keys and values in 4 bits only, no row is fetched (compare KIVI, Liu et al. 2024)"},
   }};
