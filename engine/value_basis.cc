@@ -15,7 +15,9 @@
 namespace sluice {
 namespace {
 
-constexpr std::int64_t kColumnsAtOnce = 256;  // of weights in fp64
+// Columns of weights in fp64: so few that Eigen adds up their products in one go, whatever caches
+// the processor has, so that rounding is the same everywhere.
+constexpr std::int64_t kColumnsAtOnce = 128;
 
 // The value projection of a layer.
 const std::string& value_weights(const LayerTensors& layer) { return layer.qkv.parts.at(2).name; }
