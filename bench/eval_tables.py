@@ -83,6 +83,10 @@ def compared(header: str, task: str, cell: Callable[[Policy], str]) -> Column:
     return Column(header, "eval_baselines_8k_cpu.json", task, cell)
 
 
+def halved(header: str, file: str, cell: Callable[[Policy], str] = agreement) -> Column:
+    return Column(header, f"eval_components_{file}_cpu.json", "agreement", cell)
+
+
 TABLES = {
     "baselines": [
         compared("needles", "needle", lambda p: share(p["recall"])),
@@ -90,6 +94,14 @@ TABLES = {
         compared("rows", "agreement", lambda p: f"{p['selected_rows']:,.0f}"),
         compared("rows read", "agreement", lambda p: bytes_text(p["read_bytes_per_token"])),
         compared("index read", "agreement", index_read),
+    ],
+    "components": [
+        halved("rows", "8k", lambda p: f"{p['selected_rows']:,.0f}"),
+        halved("index kept, 8K", "8k", lambda p: bytes_text(p["kept_index_bytes"])),
+        halved("War and Peace, 8K: top-1, KL", "8k"),
+        halved("Shakespeare", "8k_shakespeare"),
+        halved("War and Peace, 32K", "32k"),
+        halved("Shakespeare", "32k_shakespeare"),
     ],
     "harder": [asked(task) for task in ("needle", "multikey", "multiquery", "multiturn")],
     "moved": [
@@ -115,7 +127,7 @@ def table(columns: list[Column]) -> str:
         "| --- |" + " --- |" * len(columns),
     ]
     for name in policies[0]:
-        cells = [column.cell(of[name]) for column, of in zip(columns, policies)]
+        cells = [column.cell(of[name]) if name in of else "" for column, of in zip(columns, policies)]
         lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 

@@ -37,8 +37,8 @@ BF16 = ("--kv-dtype", "bf16")  # of all that was measured
 INDEXES = {
     "values": "88 B",
     "values bits=2 prune=top_k(256)": "72 B",
-    "compact": "56 B",
-    "tiny": "40 B",
+    "compact": "54 B",
+    "tiny": "38 B",
 }
 
 
@@ -60,11 +60,19 @@ class Sluice:
 
 
 def index_of(plan: dict[str, Any]) -> str:
-    """The bytes of its index, by the policy."""
+    """The bytes of its index at head_dim 128, by the policy: codes, and scales of 4 bytes a page."""
     policy = plan["policy"]
-    bits = int((re.search(r"bits=(\d)(?!,|\))", policy) or [0, "4"])[1])
-    values = 36 if "compensate=values" in policy else 0
-    return f"{16 * bits + 4 + values} B"
+
+    def of(channels: int, settings: str, bits: str) -> int:
+        given = re.search(r"\bbits=(\d)", settings)
+        return channels * int(given[1] if given else bits) // 8 + channels // 32
+
+    values = re.search(r"compensate=values(\([^)]*\))?", policy)
+    keys = of(128, re.sub(r"\([^)]*\)", "", policy), "4")
+    if not values:
+        return f"{keys} B"
+    channels = 64 if "components=half" in policy else 128
+    return f"{keys + of(channels, values[1] or '', '2')} B"
 
 
 def duration(seconds: float) -> str:
@@ -139,6 +147,7 @@ def longest(sluice: Sluice) -> list[str]:
 def resident_tokens(plan: dict[str, Any], cap: int) -> str:
     """Tokens of a cache that keeps every row in 4 bits with its scales, 144 bytes, and no more."""
     taken = sum(plan["bytes"][part] for part in ("weight_bytes", "activation_bytes", "backend_bytes"))
+    taken -= plan["bytes"]["value_basis_bytes"]
     heads = plan["model"]["layers"] * plan["model"]["kv_heads"]
     return f"{max(0, cap * GIB - taken) // (144 * heads) // 1024 * 1024:,}"
 
@@ -263,10 +272,11 @@ def of_million() -> list[Measured]:
     command = shlex.split(run["command"].split("; ")[1])
     timings = run["timings"]
     plan = ["--machine", "h200"]
-    for name in ("--context", "--weights", "--kv-dtype", "--policy", "--chunk", "--device-memory",
+    for name in ("--context", "--weights", "--kv-dtype", "--chunk", "--device-memory",
                  "--host-memory"):  # fmt: skip
         plan += [name, flag(command, name)]
-    name = f"H200, {run['plan']['context']:,} tokens, int4, rows in int8, `compact prefill=pages(0.9)`"
+    plan += ["--policy", run["policy"]]  # presets of the command may stand for something else
+    name = f"H200, {run['plan']['context']:,} tokens, int4, rows in int8, `{run['policy']}`"
     return [
         Measured(name, "million_8b_h200.json", 1e3 * timings["seconds_per_output_token"],
                  timings["prefill_seconds"], plan)

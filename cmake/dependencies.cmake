@@ -14,6 +14,7 @@ pkg_check_modules(pcre2 REQUIRED IMPORTED_TARGET libpcre2-8)
 pkg_check_modules(utf8proc REQUIRED IMPORTED_TARGET libutf8proc)
 pkg_check_modules(httplib REQUIRED IMPORTED_TARGET cpp-httplib)
 find_path(SLUICE_XXHASH_HEADERS xxhash.h REQUIRED)
+find_path(SLUICE_EIGEN_HEADERS Eigen/Eigenvalues PATH_SUFFIXES eigen3 REQUIRED)
 # Optional: io_uring, where the kernel allows it.
 find_path(SLUICE_LIBURING_HEADERS liburing.h)
 find_library(SLUICE_LIBURING NAMES liburing.a uring)

@@ -12,6 +12,8 @@
 #include "engine/plan.h"
 #include "engine/session_step.h"
 #include "engine/tensors.h"
+#include "engine/value_basis.h"
+#include "io/checksum.h"
 #include "lib/bytes.h"
 #include "lib/counted_queue.h"
 #include "lib/traced_queue.h"
@@ -296,6 +298,15 @@ Plan Engine::Impl::model_plan(const SessionOptions& options, int chunk) const {
   Plan plan;
   plan.weight_bytes = weights.total;
   plan.loading_bytes = weights.transient;
+  if (wants_value_basis(options)) {
+    plan.value_basis_bytes = value_basis_bytes(model);
+    plan.loading_bytes =
+        std::max(plan.loading_bytes,
+                 plan.value_basis_bytes + value_basis_scratch_bytes(checkpoint, readers));
+  } else {
+    plan.value_basis_bytes = value_basis.bytes();
+  }
+  plan.weight_bytes += plan.value_basis_bytes;
   plan.activation_bytes = Decoder::activation_bytes(model, *backend, chunk);
   ThreadWork work;
   work.shape = info.kv;
@@ -326,6 +337,7 @@ std::optional<Engine::Impl::DeviceCap> Engine::Impl::device_cap(const Plan& plan
   std::uint64_t shared = account.used();
   if (plan.on_device && !decoder) shared = plan.model_bytes() + plan.backend_bytes;
   if (plan.on_device && decoder && !decoder->is_allocated()) shared += plan.activation_bytes;
+  if (plan.on_device && decoder && value_basis.bytes() == 0) shared += plan.value_basis_bytes;
   return DeviceCap{account.cap(), shared + plan.session_device_bytes()};
 }
 
@@ -345,6 +357,7 @@ KvRequest Engine::Impl::kv_request(const SessionOptions& options, int chunk,
   request.scorers = &config.scorers;
   request.cache_memory = config.row_cache;
   request.host_attention = attender.backend != nullptr;
+  request.has_value_basis = true;
   if (cap) {
     request.device_cap = cap->bytes;
     request.beside = cap->beside;
@@ -440,6 +453,27 @@ void Engine::Impl::allocate(int chunk) {
   chunk_is_open = false;
 }
 
+bool Engine::Impl::wants_value_basis(const SessionOptions& options) const {
+  return halves_values(options.policies, info.kv.layers);
+}
+
+void Engine::Impl::load_value_basis(const SessionOptions& options) {
+  if (!wants_value_basis(options) || value_basis.bytes() > 0) return;
+  const std::vector<float> numbers = sluice::value_basis(checkpoint, readers);
+  const std::span<const std::byte> bytes = std::as_bytes(std::span(numbers));
+  Buffer buffer = backend->allocate(backend->info().compute_tier, bytes.size());
+  const CopyOp op = {buffer.data(), bytes.data(), bytes.size()};
+  queue->copy({&op, 1});
+  queue->synchronize();
+  value_basis = std::move(buffer);
+  value_basis_hash = checksum_of(bytes);
+}
+
+ValueBasis Engine::Impl::basis_for(const SessionOptions& options) const {
+  if (!wants_value_basis(options)) return {};
+  return {value_basis.floats(), value_basis_hash};
+}
+
 Plan Engine::plan(const SessionOptions& options) const {
   const std::lock_guard lock(impl().mutex);
   return impl().plan(options).plan;
@@ -464,13 +498,14 @@ Session Engine::make_session(const SessionOptions& options, std::uint64_t stagin
   const auto [plan, chunk] = impl().plan(options, staging);
   load_weights();
   const Turn turn(impl());
+  impl().load_value_basis(options);
   impl().allocate(chunk);
   auto grant = std::make_shared<SessionGrant>(impl(), plan);
   return Session(std::make_shared<Session::Impl>(
       impl_,
       KvSession(std::make_shared<KvPool>(impl().queue, plan.kv, options.policies,
                                          impl().config.scorers, impl().attender,
-                                         impl().disk_source())),
+                                         impl().disk_source(), impl().basis_for(options))),
       std::move(grant)));
 }
 

@@ -37,6 +37,8 @@ struct Engine::Impl {
   std::uint64_t staging_bytes = 0;
   std::optional<Decoder> decoder{};       // from load_weights on; allocated by the first session
   int readers = 1;                        // threads that load the weights
+  Buffer value_basis{};                   // value_basis(), from the first session that wants it on
+  std::uint64_t value_basis_hash = 0;     // of its numbers
   bool is_elsewhere = false;              // plans for another machine, whose limits are not ours
   bool chunk_is_open = false;             // config.chunk left at its default, nothing allocated
   std::uint64_t promised_host_bytes = 0;  // to sessions, whose rows take them as they grow
@@ -88,6 +90,13 @@ struct Engine::Impl {
   void require_host(const Plan& plan, const SessionOptions& options) const;
   KvRequest kv_request(const SessionOptions& options, int chunk,
                        const std::optional<DeviceCap>& cap) const;
+
+  // True if the session's policies take the basis of values.
+  bool wants_value_basis(const SessionOptions& options) const;
+  // Computes the basis for the first session that wants it.
+  void load_value_basis(const SessionOptions& options);
+  // The basis for the pool of a session that wants it.
+  ValueBasis basis_for(const SessionOptions& options) const;
 
   // Throws Error{unsupported} for rows that cannot be saved.
   SavedKind saved_kind() const;

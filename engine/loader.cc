@@ -2,13 +2,10 @@
 
 #include <algorithm>
 #include <atomic>
-#include <exception>
 #include <memory>
-#include <mutex>
-#include <system_error>
-#include <thread>
 #include <vector>
 
+#include "engine/run_together.h"
 #include "lib/bytes.h"
 #include "lib/process_limits.h"
 #include "lib/weight_code.h"
@@ -190,33 +187,6 @@ class Reader {
   float* coding_ = nullptr;  // a row that is being coded
   std::size_t turn_ = 0;
 };
-
-// Runs work(i) for i in [0, count), each on its own thread and 0 on the calling one; on fewer
-// threads if the system refuses to start more. Rethrows the first exception after stop().
-void run_together(std::size_t count, const std::function<void(std::size_t)>& work,
-                  const std::function<void()>& stop) {
-  std::mutex mutex;
-  std::exception_ptr error;
-  const auto guarded = [&](std::size_t i) {
-    try {
-      work(i);
-    } catch (...) {
-      stop();
-      const std::lock_guard lock(mutex);
-      if (error == nullptr) error = std::current_exception();
-    }
-  };
-  {
-    std::vector<std::jthread> threads;
-    try {
-      while (threads.size() + 1 < count) threads.emplace_back(guarded, threads.size() + 1);
-    } catch (const std::system_error&) {
-      count = threads.size() + 1;  // the threads that started do the work
-    }
-    guarded(0);
-  }
-  if (error != nullptr) std::rethrow_exception(error);
-}
 
 }  // namespace
 

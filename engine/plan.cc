@@ -140,7 +140,10 @@ std::string Plan::to_table() const {
              "of the device tier, " + std::to_string(kv.cache_rows * kv.shape.kv_heads) + " rows");
   }
   const std::string where = on_device ? "device: " : "host: ";
-  table += line((where + "weights").c_str(), weight_bytes, "");
+  table += line((where + "weights").c_str(), weight_bytes,
+                value_basis_bytes == 0
+                    ? ""
+                    : "with components of values, " + format_bytes(value_basis_bytes));
   table += line((where + "activations").c_str(), activation_bytes, "");
   if (prompt_bytes > 0) {
     table +=
@@ -182,6 +185,7 @@ std::string Plan::to_json() const {
                                {"host_cache_rows", kv.host_cache_rows},
                                {"device_in_host", kv.device_in_host},
                                {"weight_bytes", weight_bytes},
+                               {"value_basis_bytes", value_basis_bytes},
                                {"activation_bytes", activation_bytes},
                                {"prompt_bytes", prompt_bytes},
                                {"loading_bytes", loading_bytes},

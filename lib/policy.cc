@@ -163,7 +163,7 @@ void check_compensation(const Policy& policy, const Scorers& scorers) {
           std::string("compensate=") + (by_values ? "values" : "mean_value") +
               " needs the weight of every token; it takes select=" + scorers.names({Kind::logits}));
   require(by_values || policy.values == ValueBits{},
-          "bits and pages of values are of compensate=values");
+          "bits, pages and components of values are of compensate=values");
   require(policy.values.bits >= 1 && policy.values.bits <= 4,
           "the bits of compensate=values have to be from 1 to 4");
   require(policy.values.pages > 0.0 && policy.values.pages <= 1.0,
@@ -324,7 +324,8 @@ void check_shape(const Policy& policy, const KvShape& shape, const Scorers& scor
                                             std::to_string(shape.head_dim));
   }
   if (policy.compensate == Compensation::values) {
-    check_value_tiles(policy.values.bits, shape.head_dim, static_cast<float>(policy.values.pages));
+    check_value_tiles(policy.values.bits, shape.head_dim, static_cast<float>(policy.values.pages),
+                      policy.values.half);
   }
 }
 
@@ -373,10 +374,13 @@ std::span<const Preset> presets() {
        "SparQ proposes, Twilight's top-p keeps up to 256 tokens, SparQ's mean value compensates"},
       {"values", "select=int4 prune=top_k(64) compensate=values(pages=0.95) bits=3",
        "64 tokens exactly, all others by their keys in 3 bits and their values in 2"},
-      {"compact", "select=int4 prune=top_k(1024) compensate=values(bits=1,pages=0.95) bits=2",
-       "1024 tokens exactly, all others by their keys in 2 bits and their values in 1"},
-      {"tiny", "select=int4 prune=top_k(4096) compensate=values(bits=1,pages=0.95) bits=1",
-       "4096 tokens exactly, all others by their keys and values in 1 bit"},
+      {"compact",
+       "select=int4 prune=top_k(512) compensate=values(components=half,pages=0.95) bits=2",
+       "512 tokens exactly, all others by their keys and half the components of their values, in 2 "
+       "bits"},
+      {"tiny", "select=int4 prune=top_k(4096) compensate=values(components=half,pages=0.95) bits=1",
+       "4096 tokens exactly, all others by their keys in 1 bit and half the components of their "
+       "values in 2"},
       {"quantized", "select=int4 prune=none compensate=values(bits=4,pages=1)",
        "keys and values in 4 bits only, no row is fetched (compare KIVI, Liu et al. 2024)"},
   }};

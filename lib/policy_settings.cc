@@ -137,20 +137,30 @@ std::string write_prune(const Policy& policy) {
   return policy.k.limited() ? "top_k(" + write_limit(policy.k) + ")" : "";
 }
 
-// Reads "bits=2,pages=0.9"; each of the two may be left out.
+bool read_value_setting(ValueBits& values, std::string_view name, std::string_view text) {
+  if (name == "components") {
+    values.half = text == "half";
+    return values.half || text == "all";
+  }
+  const auto value = number<double>(text);
+  if (!value) return false;
+  if (name == "bits" && *value >= 1.0 && *value <= 4.0 && *value == std::floor(*value)) {
+    values.bits = static_cast<int>(*value);
+    return true;
+  }
+  if (name == "pages") values.pages = *value;
+  return name == "pages";
+}
+
+// Reads "bits=2,pages=0.9,components=half"; each may be left out.
 bool read_values(ValueBits& values, std::span<const std::string_view> arguments) {
-  std::vector<std::string> seen;
+  std::vector<std::string_view> seen;
   for (const std::string_view argument : arguments) {
-    const auto parameter = parse_parameter(argument);
-    if (!parameter || std::find(seen.begin(), seen.end(), parameter->first) != seen.end()) {
-      return false;
-    }
-    const auto& [name, value] = *parameter;
-    if (name == "bits" && value >= 1.0 && value <= 4.0 && value == std::floor(value)) {
-      values.bits = static_cast<int>(value);
-    } else if (name == "pages") {
-      values.pages = value;
-    } else {
+    const std::size_t equals = argument.find('=');
+    if (equals == std::string_view::npos) return false;
+    const std::string_view name = trimmed(argument.substr(0, equals));
+    const bool is_new = std::find(seen.begin(), seen.end(), name) == seen.end();
+    if (!is_new || !read_value_setting(values, name, trimmed(argument.substr(equals + 1)))) {
       return false;
     }
     seen.push_back(name);
@@ -170,6 +180,7 @@ bool read_compensate(Policy& policy, std::string_view value) {
 std::string write_values(const ValueBits& values) {
   std::vector<std::string> parts;
   if (values.bits != ValueBits{}.bits) parts.push_back("bits=" + digits(values.bits));
+  if (values.half) parts.emplace_back("components=half");
   if (values.pages != ValueBits{}.pages) parts.push_back("pages=" + digits(values.pages));
   const std::string list = join(parts, ",", [](const std::string& part) { return part; });
   return "values" + (list.empty() ? "" : "(" + list + ")");
@@ -331,7 +342,8 @@ constexpr std::array<Setting, 14> kSettings = {{
     {"recent", Form::count, "newest tokens, always kept; the unfinished page of 128 always is",
      kTokens, read_count<&Policy::recent>, write_count<&Policy::recent>},
     {"compensate", Form::word, "what stands for the tokens that are not kept",
-     "none, mean_value or values(bits=B,pages=P), B from 1 to 4, P above 0 and up to 1",
+     "none, mean_value or values(bits=B,components=C,pages=P), B from 1 to 4, C all or half, P "
+     "above 0 and up to 1",
      read_compensate, write_compensate, take_compensation, give_compensation},
     {"dense", Form::layers, "layers that attend to every token", kLayers,
      read_layers<&Policy::dense_layers>, write_list<&Policy::dense_layers>},

@@ -22,23 +22,45 @@ namespace sluice {
 // with one bit, zero and scale are then fitted to them (lib/code_fit.h), so that they stand for the
 // means of the lower and the upper half.
 //
-// A page has scales and zeros, f16 [2, head_dim], then words of codes, u32 [4 bits, head_dim].
+// With a basis, half as many numbers stand for a value: the channels of a page are the value's
+// products with the basis' vectors, orthonormal and half as many as a value has channels. What a
+// value has beside them is taken from the mean value: a sum of values with weights w is
+// B^T (sum w * coded - W * B mean) + W * mean, W the sum of the weights. The basis holds the
+// largest principal components of what a model's value projection can give (engine/value_basis.h).
+//
+// A page has scales and zeros, f16 [2, channels], then words of codes, u32 [4 bits, channels].
 // A word has 32 / bits neighbouring tokens of one channel: tokens 2 i and 2 i + 1 begin at bits
 // bits * i and 16 + bits * i, so that one mask leaves a pair as two 16-bit numbers; the words of
 // neighbouring channels are adjacent. At 3 bits, the lower two bits are stored as 2-bit codes are;
-// the highest bits follow, 32 tokens to a word (see high_place()). head_dim is a multiple of 4.
+// the highest bits follow, 32 tokens to a word (see high_place()). Channels are a multiple of 4.
 //
 // Pages have the slots of the key index: two neighbouring pages share a slot.
 struct ValueTiles {
   int bits = 2;
   std::byte* pages = nullptr;  // [kv_heads, slots, kTilePages, page_bytes()], aligned to 16
   std::int64_t slots = 0;      // per KV head
+  // [kv_heads, head_dim / 2, head_dim], or null: pages hold all channels of values.
+  const float* basis = nullptr;
 
-  // Bytes of one page of one KV head. At head_dim 128: 20, 36, 52 or 68 bytes per token.
-  static constexpr std::size_t page_bytes(int bits, int head_dim) {
-    return scales_bytes(head_dim) + static_cast<std::size_t>(kPageTokens / 8 * bits * head_dim);
+  // Channels of a page.
+  static constexpr int channels(int head_dim, bool has_basis) {
+    return has_basis ? head_dim / 2 : head_dim;
   }
-  std::size_t page_bytes(int head_dim) const { return page_bytes(bits, head_dim); }
+  int channels(int head_dim) const { return channels(head_dim, basis != nullptr); }
+  // [head_dim / 2, head_dim]
+  const float* basis_of(int head_dim, std::int64_t head) const {
+    return basis + head * basis_floats(head_dim);
+  }
+  // Numbers of one KV head's basis.
+  static constexpr std::int64_t basis_floats(int head_dim) {
+    return std::int64_t{head_dim / 2} * head_dim;
+  }
+
+  // Bytes of one page of one KV head. With 128 channels: 20, 36, 52 or 68 bytes per token.
+  static constexpr std::size_t page_bytes(int bits, int channels) {
+    return scales_bytes(channels) + static_cast<std::size_t>(kPageTokens / 8 * bits * channels);
+  }
+  std::size_t page_bytes(int head_dim) const { return page_bytes(bits, channels(head_dim)); }
   // Bytes of all pages.
   std::size_t bytes(int kv_heads, int head_dim) const {
     return static_cast<std::size_t>(kv_heads * slots) * kTilePages * page_bytes(head_dim);
@@ -47,10 +69,10 @@ struct ValueTiles {
     const std::int64_t at = (head * slots + slot) * kTilePages + number % kTilePages;
     return pages + static_cast<std::size_t>(at) * page_bytes(head_dim);
   }
-  // A page's scales, then its zeros, [2, head_dim].
+  // A page's scales, then its zeros, [2, channels].
   static std::uint16_t* scales(std::byte* page) { return reinterpret_cast<std::uint16_t*>(page); }
-  static std::uint32_t* words(std::byte* page, int head_dim) {
-    return reinterpret_cast<std::uint32_t*>(page + scales_bytes(head_dim));
+  static std::uint32_t* words(std::byte* page, int channels) {
+    return reinterpret_cast<std::uint32_t*>(page + scales_bytes(channels));
   }
 
   // The first bit of a token's code: the word within its channel and the bit in that word.
@@ -89,8 +111,8 @@ struct ValueTiles {
   }
 
  private:
-  static constexpr std::size_t scales_bytes(int head_dim) {
-    return static_cast<std::size_t>(head_dim) * 2 * sizeof(std::uint16_t);
+  static constexpr std::size_t scales_bytes(int channels) {
+    return static_cast<std::size_t>(channels) * 2 * sizeof(std::uint16_t);
   }
 };
 
@@ -174,7 +196,7 @@ struct MergePartialsParams {
 };
 
 // Throws Error{usage} for `bits` that value tiles cannot have or a `share` outside (0, 1], and
-// Error{unsupported} for a head_dim that is not a multiple of 4 or above 256.
-void check_value_tiles(int bits, int head_dim, float share);
+// Error{unsupported} for a head_dim above 256 or that is not a multiple of 4, with a basis of 8.
+void check_value_tiles(int bits, int head_dim, float share, bool has_basis = false);
 
 }  // namespace sluice

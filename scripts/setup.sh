@@ -15,7 +15,7 @@ build_packages=(
   g++ cmake ninja-build ccache pkg-config git python3
   libdnnl-dev ocl-icd-opencl-dev libtbb-dev libhwloc-dev libhwy-dev
   nlohmann-json3-dev libcli11-dev libcpp-httplib-dev libpcre2-dev libutf8proc-dev libedit-dev groff-base
-  liburing-dev libxxhash-dev
+  liburing-dev libxxhash-dev libeigen3-dev
   libgtest-dev libgmock-dev libbenchmark-dev)
 lint_packages=(clang-format-14 python3-venv shellcheck)
 python_packages=(python3-dev python3-venv)

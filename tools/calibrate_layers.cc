@@ -69,7 +69,8 @@ void apply(const LayerChoice& choice, int layer, Policy& policy) {
                        : LayerSettings::Pruning{Pruner::top_k, {choice.rows, 0}, 0.0};
   if (pruning != LayerSettings::Pruning{base.prune, base.k, base.p}) own.prune = pruning;
   if (choice.value_bits != base.values.bits) {
-    own.compensate = {Compensation::values, {choice.value_bits, base.values.pages}};
+    own.compensate = {Compensation::values,
+                      {choice.value_bits, base.values.pages, base.values.half}};
   }
   if (choice.key_bits != base.bits) own.bits = choice.key_bits;
   if (own != LayerSettings{}) policy.layers[layer] = own;

@@ -21,10 +21,11 @@ double seconds_since(Clock::time_point start) {
 bool same_codes(const Policy& a, const Policy& b) {
   const bool both_keep_values =
       a.compensate == Compensation::values && b.compensate == Compensation::values;
+  const bool same_values = a.values.bits == b.values.bits && a.values.half == b.values.half;
   const Scorer& of_a = own_scorers().at(a.select);
   const Scorer& of_b = own_scorers().at(b.select);
   const bool both_estimate = of_a.info().estimates() && of_b.info().estimates();
-  return a.bits == b.bits && (!both_keep_values || a.values.bits == b.values.bits) &&
+  return a.bits == b.bits && (!both_keep_values || same_values) &&
          (!both_estimate || of_a.reads_channels() == of_b.reads_channels());
 }
 

@@ -20,13 +20,13 @@ constexpr float kLargestHalf = 65504.0f;
 // A page of one KV head within the value tiles.
 struct TilePage {
   std::byte* page;
-  int head_dim;
+  int channels;
   int bits;
 
   std::uint16_t& scale(int channel) const { return ValueTiles::scales(page)[channel]; }
-  std::uint16_t& zero(int channel) const { return ValueTiles::scales(page)[head_dim + channel]; }
+  std::uint16_t& zero(int channel) const { return ValueTiles::scales(page)[channels + channel]; }
   std::uint32_t& word(const ValueTiles::Place& place, int channel) const {
-    return ValueTiles::words(page, head_dim)[place.word * head_dim + channel];
+    return ValueTiles::words(page, channels)[place.word * channels + channel];
   }
 
   void set_code(int token, int channel, unsigned code) const {
@@ -53,8 +53,25 @@ struct TilePage {
 
 TilePage tile_page(const ValueTilesView& view, int head_dim, std::int64_t head,
                    std::int64_t sequence, std::int64_t page) {
-  return {view.tiles.page(head_dim, head, view.slot(sequence, page), page), head_dim,
-          view.tiles.bits};
+  return {view.tiles.page(head_dim, head, view.slot(sequence, page), page),
+          view.tiles.channels(head_dim), view.tiles.bits};
+}
+
+// The products of a value with the vectors of a basis.
+template <typename T>
+std::vector<double> projected(const ValueTiles& tiles, int head_dim, std::int64_t head,
+                              const std::vector<T>& value) {
+  std::vector<double> products;
+  const float* vector = tiles.basis_of(head_dim, head);
+  for (int i = 0; i < tiles.channels(head_dim); ++i, vector += head_dim) {
+    double sum = 0.0;
+    for (int c = 0; c < head_dim; ++c) {
+      sum +=
+          static_cast<double>(vector[c]) * static_cast<double>(value[static_cast<std::size_t>(c)]);
+    }
+    products.push_back(sum);
+  }
+  return products;
 }
 
 std::uint16_t as_half(float x) { return float_to_f16(std::clamp(x, -kLargestHalf, kLargestHalf)); }
@@ -83,29 +100,40 @@ void build_channel(const TilePage& page, int channel, const std::vector<float>& 
   page.zero(channel) = as_half(static_cast<float>(fit.zero(kPageTokens, stored)));
 }
 
+// The numbers that tiles hold of a value.
+std::vector<float> channels_of(const KvShape& shape, const ValueTiles& tiles, std::int64_t head,
+                               const std::byte* row) {
+  std::vector<float> value;
+  for (int c = 0; c < shape.head_dim; ++c) value.push_back(value_element(shape, row, c));
+  if (tiles.basis == nullptr) return value;
+  const std::vector<double> products = projected(tiles, shape.head_dim, head, value);
+  return {products.begin(), products.end()};
+}
+
 // Builds a page from its rows. Returns false and writes nothing if a value is NaN or Inf.
-bool build_page(const KvShape& shape, const TilePage& page, const std::byte* rows) {
-  const int d = shape.head_dim;
-  std::vector<std::vector<float>> values(static_cast<std::size_t>(d));
+bool build_page(const KvShape& shape, const ValueTiles& tiles, const WholePage& from,
+                const TilePage& page) {
+  std::vector<std::vector<float>> values(static_cast<std::size_t>(page.channels));
   for (std::size_t token = 0; token < kPageTokens; ++token) {
-    const std::byte* const row = rows + token * shape.row_bytes();
-    for (int c = 0; c < d; ++c) {
-      const float value = value_element(shape, row, c);
-      if (!std::isfinite(value)) return false;
-      values[static_cast<std::size_t>(c)].push_back(value);
+    const std::byte* const row = from.rows + token * shape.row_bytes();
+    const std::vector<float> channels = channels_of(shape, tiles, from.head, row);
+    for (std::size_t c = 0; c < values.size(); ++c) {
+      if (!std::isfinite(channels[c])) return false;
+      values[c].push_back(channels[c]);
     }
   }
-  std::fill_n(page.page, ValueTiles::page_bytes(page.bits, d), std::byte{0});
-  for (int c = 0; c < d; ++c) build_channel(page, c, values[static_cast<std::size_t>(c)]);
+  std::fill_n(page.page, ValueTiles::page_bytes(page.bits, page.channels), std::byte{0});
+  for (int c = 0; c < page.channels; ++c) {
+    build_channel(page, c, values[static_cast<std::size_t>(c)]);
+  }
   return true;
 }
 
 template <typename Params>
 void build(const Params& p, const std::vector<WholePage>& pages) {
   build_pages(p, pages, [&](const WholePage& page) {
-    return build_page(p.shape,
-                      tile_page(p.values, p.shape.head_dim, page.head, page.sequence, page.number),
-                      page.rows);
+    return build_page(p.shape, p.values.tiles, page,
+                      tile_page(p.values, p.shape.head_dim, page.head, page.sequence, page.number));
   });
 }
 
@@ -137,15 +165,20 @@ class HeadTiles {
   void attend(int g) const {
     const int d = p_.shape.head_dim;
     const std::int64_t query = place_ * p_.shape.group() + g;
-    std::vector<double> sums(static_cast<std::size_t>(d));
+    const int channels = p_.values.tiles.channels(d);
+    std::vector<double> sums(static_cast<std::size_t>(channels));
     double mass = 0.0;
+    double read = 0.0;  // weights of tokens whose pages are read
     for (std::size_t at = 0; at < static_cast<std::size_t>(tokens()); ++at) {
       const double weight = weights_[static_cast<std::size_t>(g)][at];
       mass += weight;
-      for (int c = 0; c < d && weight > 0.0; ++c) {
+      if (!is_read_[at / kPageTokens]) continue;
+      read += weight;
+      for (int c = 0; c < channels && weight > 0.0; ++c) {
         sums[static_cast<std::size_t>(c)] += weight * value(at, c);
       }
     }
+    sums = mass > 0.0 ? whole(sums, read, mass) : std::vector<double>(static_cast<std::size_t>(d));
     const double reference = static_cast<double>(p_.estimated_lse[query]);
     std::vector<float> out;
     for (const double sum : sums) out.push_back(mass > 0.0 ? static_cast<float>(sum / mass) : 0.0f);
@@ -205,12 +238,38 @@ class HeadTiles {
 
   double value(std::size_t at, int channel) const {
     const auto page = static_cast<std::int64_t>(at / kPageTokens);
-    if (!is_read_[at / kPageTokens]) {
-      return static_cast<double>(p_.value_sums[place_ * p_.shape.head_dim + channel]) /
-             static_cast<double>(token_.count());
-    }
     return tile_page(p_.values, p_.shape.head_dim, head_, token_.sequence, page)
         .value(static_cast<int>(at % kPageTokens), channel);
+  }
+
+  // The sums of all channels: of the tokens that were read and of the others, whose values are the
+  // mean. `sums`: of the channels of tiles, of tokens that weigh `read` of `mass`.
+  std::vector<double> whole(std::vector<double> sums, double read, double mass) const {
+    const int d = p_.shape.head_dim;
+    const ValueTiles& tiles = p_.values.tiles;
+    std::vector<double> mean;
+    for (int c = 0; c < d; ++c) {
+      mean.push_back(static_cast<double>(p_.value_sums[place_ * d + c]) /
+                     static_cast<double>(token_.count()));
+    }
+    double by_mean = mass - read;  // the weight of the mean
+    if (tiles.basis != nullptr) {
+      const std::vector<double> of_mean = projected(tiles, d, head_, mean);
+      std::vector<double> all(static_cast<std::size_t>(d));
+      const float* vector = tiles.basis_of(d, head_);
+      for (std::size_t i = 0; i < of_mean.size(); ++i, vector += d) {
+        const double beside = sums[i] - read * of_mean[i];
+        for (int c = 0; c < d; ++c) {
+          all[static_cast<std::size_t>(c)] += beside * static_cast<double>(vector[c]);
+        }
+      }
+      sums = std::move(all);
+      by_mean = mass;
+    }
+    for (int c = 0; c < d && by_mean > 0.0; ++c) {
+      sums[static_cast<std::size_t>(c)] += by_mean * mean[static_cast<std::size_t>(c)];
+    }
+    return sums;
   }
 
   const AttendTilesParams& p_;

@@ -10,6 +10,7 @@
 #include "cpu/runtime/page_digest.h"
 #include "cpu/runtime/softmax.h"
 #include "cpu/values/page.h"
+#include "cpu/values/project.h"
 #include "cpu/values/values.h"
 #include "lib/check.h"
 
@@ -101,9 +102,12 @@ class HeadTiles {
     if (p_.pages_read != nullptr) p_.pages_read[place_] = static_cast<std::int32_t>(read_.size());
   }
 
-  // Adds the values of `pages` to `sums`, [group, head_dim].
+  // Channels of a page.
+  int channels() const { return p_.values.tiles.channels(p_.shape.head_dim); }
+
+  // Adds the values of `pages` to `sums`, [group, channels].
   void add(std::span<const std::int32_t> pages, float* sums) const {
-    const int d = p_.shape.head_dim;
+    const int d = channels();
     std::array<PageWeights, kMostPageQueries> queries;
     for (std::size_t at = 0; at < pages.size(); ++at) {
       const std::int32_t page = pages[at];
@@ -121,7 +125,8 @@ class HeadTiles {
     }
   }
 
-  // Writes the partial of a query head from its sum, [head_dim], which is overwritten.
+  // Writes the partial of a query head from its sum, [channels]. `sum` has room for [head_dim] and
+  // is overwritten.
   void finish(int g, float* sum) const {
     const int d = p_.shape.head_dim;
     const Mass& of = masses_[static_cast<std::size_t>(g)];
@@ -130,8 +135,14 @@ class HeadTiles {
       lse = reference(g) + static_cast<float>(std::log(of.all));
       const float* const values = p_.value_sums + place_ * d;
       const auto scale = static_cast<float>(1.0 / of.all);
-      const auto mean =
-          static_cast<float>(of.unread / of.all / static_cast<double>(token_.count()));
+      const double each = 1.0 / static_cast<double>(token_.count());
+      auto mean = static_cast<float>(of.unread / of.all * each);
+      const float* const basis = p_.values.tiles.basis;
+      if (basis != nullptr) {
+        const auto read = static_cast<float>((of.all - of.unread) * each);
+        unproject({p_.values.tiles.basis_of(d, head_), d}, values, read, sum);
+        mean = static_cast<float>(each);
+      }
       for (int c = 0; c < d; ++c) sum[c] = scale * sum[c] + mean * values[c];
     }
     const std::int64_t query = place_ * group_ + g;
@@ -284,8 +295,9 @@ void attend_tiles(const AttendTilesParams& p, Threads& threads) {
     bytes += static_cast<std::int64_t>(read.size() * p.values.tiles.page_bytes(p.shape.head_dim));
   }
   firsts.push_back(tasks.size());
-  // [tasks, group, head_dim], added up in this order, regardless of which task ends first.
-  const auto d = static_cast<std::size_t>(p.shape.head_dim);
+  // [tasks, group, channels], added up in this order, regardless of which task ends first.
+  const int channels = p.values.tiles.channels(p.shape.head_dim);
+  const auto d = static_cast<std::size_t>(channels);
   const std::size_t size = d * static_cast<std::size_t>(p.shape.group());
   std::vector<float> sums(tasks.size() * size);
   threads.for_each(
@@ -301,9 +313,9 @@ void attend_tiles(const AttendTilesParams& p, Threads& threads) {
       [&](std::int64_t i) {
         const auto head = static_cast<std::size_t>(i / p.shape.group());
         const auto g = static_cast<std::size_t>(i % p.shape.group());
-        std::vector<float> sum(d);
+        std::vector<float> sum(static_cast<std::size_t>(p.shape.head_dim));
         for (std::size_t task = firsts[head]; task < firsts[head + 1]; ++task) {
-          add_to(&sums[task * size + g * d], p.shape.head_dim, sum.data());
+          add_to(&sums[task * size + g * d], channels, sum.data());
         }
         heads[head].finish(static_cast<int>(g), sum.data());
       },

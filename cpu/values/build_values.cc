@@ -5,6 +5,7 @@
 
 #include "cpu/runtime/rows.h"
 #include "cpu/runtime/whole_pages.h"
+#include "cpu/values/project.h"
 #include "cpu/values/values.h"
 #include "lib/check.h"
 #include "lib/code_fit.h"
@@ -84,15 +85,24 @@ void fit_scales(const std::vector<float>& values, const Quantisers& quantisers, 
   }
 }
 
+bool all_finite(const std::vector<float>& values) {
+  return std::all_of(values.begin(), values.end(), [](float x) { return std::isfinite(x); });
+}
+
 // Builds a page from its rows. Returns false and writes nothing if a value is NaN or Inf.
-bool build_page(const KvShape& shape, int bits, const std::byte* rows, std::byte* page) {
-  const std::vector<float> values = values_of(shape, rows);
-  if (!std::all_of(values.begin(), values.end(), [](float x) { return std::isfinite(x); })) {
-    return false;
+bool build_page(const KvShape& shape, const ValueTiles& tiles, const WholePage& from,
+                std::byte* page) {
+  std::vector<float> values = values_of(shape, from.rows);
+  if (!all_finite(values)) return false;
+  if (tiles.basis != nullptr) {
+    values = projected({tiles.basis_of(shape.head_dim, from.head), shape.head_dim}, values);
+    if (!all_finite(values)) return false;
   }
-  const auto d = static_cast<std::size_t>(shape.head_dim);
+  const int bits = tiles.bits;
+  const int channels = tiles.channels(shape.head_dim);
+  const auto d = static_cast<std::size_t>(channels);
   const Quantisers quantisers(values, d, bits, ValueTiles::scales(page));
-  std::uint32_t* const words = ValueTiles::words(page, shape.head_dim);
+  std::uint32_t* const words = ValueTiles::words(page, channels);
   std::fill_n(words, static_cast<std::size_t>(bits) * 4 * d, 0u);
   const std::uint32_t mask = (1u << ValueTiles::low_bits(bits)) - 1u;
   for (int token = 0; token < kPageTokens; ++token) {
@@ -119,7 +129,7 @@ void build(const Params& p, const std::vector<WholePage>& pages, Threads& thread
   build_pages(p, pages, threads, [&](const WholePage& page) {
     const std::int64_t slot = p.values.slot(page.sequence, page.number);
     std::byte* const to = p.values.tiles.page(p.shape.head_dim, page.head, slot, page.number);
-    return build_page(p.shape, p.values.tiles.bits, page.rows, to);
+    return build_page(p.shape, p.values.tiles, page, to);
   });
 }
 

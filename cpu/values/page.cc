@@ -208,11 +208,11 @@ template <int kBits, int kQueries, std::size_t kVectors>
 HWY_INLINE void add_channels(const ValuePage& page, std::size_t first, const PageWeights* queries,
                              const IntegerWeights<kQueries>& weights) {
   const DF df;
-  const auto d = static_cast<std::size_t>(page.head_dim);
+  const auto d = static_cast<std::size_t>(page.channels);
   const std::size_t channels = kVectors > 1 ? kLanes : HWY_MIN(d - first, kLanes);
   auto* const data = const_cast<std::byte*>(page.page);
   CodeSums<kQueries, kVectors> sums;
-  add_codes<kBits>(ValueTiles::words(data, page.head_dim) + first, d, channels, weights, sums);
+  add_codes<kBits>(ValueTiles::words(data, page.channels) + first, d, channels, weights, sums);
   for (std::size_t v = 0; v < kVectors; ++v) {
     const std::size_t at = first + v * kLanes;
     const VF scale = load_halves(ValueTiles::scales(data) + at, channels);
@@ -230,7 +230,7 @@ HWY_INLINE void add_channels(const ValuePage& page, std::size_t first, const Pag
 template <int kBits, int kQueries>
 void add_bits(const ValuePage& page, const PageWeights* queries) {
   const IntegerWeights<kQueries> weights(queries);
-  const auto d = static_cast<std::size_t>(page.head_dim);
+  const auto d = static_cast<std::size_t>(page.channels);
   std::size_t first = 0;
   for (; first + kWide * kLanes <= d; first += kWide * kLanes) {
     add_channels<kBits, kQueries, kWide>(page, first, queries, weights);

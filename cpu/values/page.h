@@ -20,14 +20,14 @@ inline constexpr int kMostPageQueries = 4;
 struct ValuePage {
   const std::byte* page = nullptr;
   int bits = 2;
-  int head_dim = 0;
+  int channels = 0;
 };
 
 // Input and output of one query head for a page.
 struct PageWeights {
   const float* weights = nullptr;  // [kPageTokens]
   float sum = 0.0f;                // sum of the weights, times `factor`
-  float* out = nullptr;            // [head_dim]: factor * weights * values are added
+  float* out = nullptr;            // [channels]: factor * weights * values are added
   float factor = 1.0f;
 };
 

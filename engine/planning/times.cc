@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "lib/backend/key_tiles.h"
+#include "lib/value_tiles.h"
 #include "offload/plan/disk_layout.h"
 #include "offload/plan/index_layout.h"
 
@@ -136,7 +137,8 @@ StepBytes step_bytes(const Plan& plan, const Policy& policy, const ModelInfo& in
       keys += of_key * channels / shape.head_dim;
     }
     if (policy.compensates(layer, Compensation::values)) {
-      values += shape.head_dim * (own.values.bits / 8.0 + 4.0 / static_cast<double>(kPageTokens)) *
+      const double channels = ValueTiles::channels(shape.head_dim, own.values.half);
+      values += channels * (own.values.bits / 8.0 + 4.0 / static_cast<double>(kPageTokens)) *
                 between(kValueShares, own.values.pages);
     }
   }

@@ -54,6 +54,8 @@ TilesCall call_of(const AttendTilesParams& p, const DeviceLimits& device) {
   c.heads = static_cast<int>(p.batch.count * p.shape.kv_heads);
   c.group = p.shape.group();
   c.head_dim = p.shape.head_dim;
+  c.channels = p.values.tiles.channels(c.head_dim);
+  c.basis = p.values.tiles.basis;
   c.share = p.share;
   c.value_sums = p.value_sums;
   c.out = p.out;
@@ -88,7 +90,7 @@ std::size_t place(TilesCall& c, std::byte* scratch, const DeviceLimits& device) 
     take(weights, heads * pages * static_cast<std::int64_t>(PageWeights::kPageBytes));
     c.weights = PageWeights::in(weights, heads, pages, c.group);
   }
-  take(c.partials, heads * c.query_parts * c.splits * partial_floats(c.head_dim));
+  take(c.partials, heads * c.query_parts * c.splits * partial_floats(c.channels));
   if (!list_fits(c, device)) take(c.lists, heads * c.query_parts * c.most_pages);
   return used;
 }
@@ -124,7 +126,8 @@ std::size_t attend_tiles_scratch_bytes(const AttendTilesParams& p, const DeviceL
 }
 
 void attend_tiles(const AttendTilesParams& p, const Launch& launch, bool is_beside) {
-  check(p.shape.head_dim % 4 == 0 && p.shape.head_dim <= 256, "attend_tiles: head_dim");
+  check(p.values.tiles.channels(p.shape.head_dim) % 4 == 0 && p.shape.head_dim <= 256,
+        "attend_tiles: head_dim");
   check(!p.weighed, "attend_tiles: the device keeps logits");
   check(p.logits.stride % 8 == 0 && reinterpret_cast<std::uintptr_t>(p.logits.data) % 16 == 0,
         "attend_tiles: rows of logits that are not aligned");

@@ -31,6 +31,8 @@ struct TilesCall {
   int heads = 0;
   int group = 0;
   int head_dim = 0;
+  int channels = 0;              // of a page
+  const float* basis = nullptr;  // ValueTiles::basis
   float share = 1.0f;
   const float* value_sums = nullptr;  // [heads, head_dim]
   float* out = nullptr;               // [heads, group, head_dim]
@@ -58,9 +60,9 @@ struct TilesCall {
   }
 };
 
-// Floats of a block's partial: sums of values [kTileQueries, head_dim], masses [kTileQueries].
-__host__ __device__ constexpr std::int64_t partial_floats(int head_dim) {
-  return kTileQueries * (head_dim + std::int64_t{1});
+// Floats of a block's partial: sums of values [kTileQueries, channels], masses [kTileQueries].
+__host__ __device__ constexpr std::int64_t partial_floats(int channels) {
+  return kTileQueries * (channels + std::int64_t{1});
 }
 
 // Returns true if the list of chosen pages fits in a block's shared memory.

@@ -36,15 +36,15 @@ struct BlockPart {
   }
 };
 
-// A block's partial, for the last block of its head: sums [kTileQueries, head_dim] of the query
+// A block's partial, for the last block of its head: sums [kTileQueries, channels] of the query
 // heads that exist, then their masses.
 struct Partial {
   float* sums;
   float* masses;
 
   __device__ Partial(const TilesCall& c, const BlockPart& part, int split)
-      : sums(c.partials + (part.place * c.splits + split) * partial_floats(c.head_dim)),
-        masses(sums + kTileQueries * c.head_dim) {}
+      : sums(c.partials + (part.place * c.splits + split) * partial_floats(c.channels)),
+        masses(sums + kTileQueries * c.channels) {}
 };
 
 __device__ __forceinline__ float4 add_scaled(const float4& x, float factor, const float4& y) {
@@ -55,7 +55,9 @@ __device__ __forceinline__ float4 add_scaled(const float4& x, float factor, cons
 // Factors of one query head's inputs, once all blocks of the head have read their pages.
 struct Finished {
   float read;    // of the sums of values
-  float mean;    // of value_sums
+  float mean;    // of value_sums, for the pages that were not read
+  float all;     // of value_sums, if they stand for part of every value
+  float mass;    // weights of the pages that were read, over the number of tokens
   float before;  // of the partial already in `out`
 };
 
@@ -69,7 +71,7 @@ __device__ Finished finish_query(const TilesCall& c, const BlockPart& part, int 
   const int slices = is_all ? 0 : PageWeights::slices_of(part.pages);
   const float* const masses = c.weights.from(part.head).masses + part.first_query + query;
   const float* const sums = Partial(c, part, 0).masses + query;
-  const auto stride = static_cast<int>(partial_floats(c.head_dim));
+  const auto stride = static_cast<int>(partial_floats(c.channels));
   float read = 0.0f;
   float all = 0.0f;
   // The loads of one iteration overlap.
@@ -100,7 +102,8 @@ __device__ Finished finish_query(const TilesCall& c, const BlockPart& part, int 
   if (lane == 0) c.out_lse[row] = (highest + __log2f(sum)) * kLn2;
   const float each = mass > 0.0f ? __fdividef(weight, sum * mass) : 0.0f;
   const auto tokens = static_cast<float>(c.token_of(part.head).position + 1);
-  return {each, __fdividef(each * unread, tokens), __fdividef(kept, sum)};
+  return {each, __fdividef(each * unread, tokens), __fdividef(each * mass, tokens),
+          __fdividef(read, tokens), __fdividef(kept, sum)};
 }
 
 // Inputs of four channels of a query head, besides the sums of values. `column` counts fours of
@@ -139,7 +142,7 @@ __device__ void finish(const TilesCall& c, const BlockPart& part, float4* memory
   const int shares = max(kReadThreads / columns, 1);
   const int share = thread / columns;
   const auto* const sums = reinterpret_cast<const float4*>(Partial(c, part, 0).sums);
-  const auto stride = static_cast<int>(partial_floats(c.head_dim) / 4);
+  const auto stride = static_cast<int>(partial_floats(c.channels) / 4);
 #pragma unroll 1
   for (int first = 0; first < columns; first += kReadThreads) {
     const int column = min(first + thread - share * columns, columns - 1);
@@ -164,6 +167,94 @@ __device__ void finish(const TilesCall& c, const BlockPart& part, float4* memory
     }
     __syncthreads();
   }
+}
+
+// The products of a KV head's value_sums with the vectors of its basis, a vector per warp at a
+// time.
+__device__ __forceinline__ void project_sums(const TilesCall& c, const float* basis,
+                                             const float* value_sums, float* products) {
+  const auto lane = static_cast<int>(threadIdx.x) % kWarp;
+#pragma unroll 4
+  for (int i = static_cast<int>(threadIdx.x) / kWarp; i < c.channels; i += kReadWarps) {
+    float product = 0.0f;
+    for (int j = lane; j < c.head_dim; j += kWarp) {
+      product = fmaf(basis[i * c.head_dim + j], value_sums[j], product);
+    }
+    product = warp_sum(product);
+    if (lane == 0) products[i] = product;
+  }
+}
+
+// Writes the output of query heads from their components, [queries, channels]: a thread has one
+// channel of several query heads, which share the loads of the basis.
+__device__ __forceinline__ void write_whole(const TilesCall& c, const BlockPart& part,
+                                            const float* basis, const float* value_sums,
+                                            const float* components, const Finished* finished) {
+  const auto thread = static_cast<int>(threadIdx.x);
+  const int step = kReadThreads / c.head_dim;
+  const int first = thread / c.head_dim;
+  const int channel = thread % c.head_dim;
+  if (first >= step) return;
+  float sums[kTileQueries] = {};
+#pragma unroll 8
+  for (int i = 0; i < c.channels; ++i) {
+    const float x = basis[i * c.head_dim + channel];
+#pragma unroll
+    for (int k = 0; k < kTileQueries; ++k) {
+      const int query = first + k * step;
+      if (query < part.queries) sums[k] = fmaf(x, components[query * c.channels + i], sums[k]);
+    }
+  }
+  const std::int64_t row = std::int64_t{part.head} * c.group + part.first_query;
+  const float mean = value_sums[channel];
+#pragma unroll
+  for (int k = 0; k < kTileQueries; ++k) {
+    const int query = first + k * step;
+    if (query >= part.queries) continue;
+    const Finished f = finished[query];
+    float* const out = c.out + (row + query) * c.head_dim + channel;
+    float x = sums[k];
+    if (f.all > 0.0f) x = fmaf(f.all, mean, x);
+    if (!(f.before <= 0.0f)) x = fmaf(f.before, *out, x);
+    *out = x;
+  }
+}
+
+// finish() for pages of components: B^T (sums - mass * B mean) + mean, see ValueTiles. `memory`:
+// [kTileQueries, channels].
+__device__ void finish_components(const TilesCall& c, const BlockPart& part, float* memory) {
+  constexpr int kMostChannels = 128;
+  __shared__ Finished finished[kTileQueries];
+  __shared__ float of_sums[kMostChannels];
+  const auto thread = static_cast<int>(threadIdx.x);
+  const bool is_all = part.chosen == part.pages;
+  const std::int64_t head = part.head % c.kv_heads;
+  const float* const basis = c.basis + head * c.channels * c.head_dim;
+  const float* const value_sums = c.value_sums + std::int64_t{part.head} * c.head_dim;
+  const float* const sums = Partial(c, part, 0).sums;
+  const auto stride = static_cast<int>(partial_floats(c.channels));
+  const int numbers = part.queries * c.channels;
+#pragma unroll 1
+  for (int i = thread; i < numbers; i += kReadThreads) {
+    float sum = 0.0f;
+#pragma unroll 8
+    for (int split = 0; split < part.splits; ++split) sum += sums[split * stride + i];
+    memory[i] = sum;
+  }
+  if (thread / kWarp < part.queries) {
+    const Finished f = finish_query(c, part, thread / kWarp, is_all);
+    if (thread % kWarp == 0) finished[thread / kWarp] = f;
+  }
+  project_sums(c, basis, value_sums, of_sums);
+  __syncthreads();
+#pragma unroll 1
+  for (int i = thread; i < numbers; i += kReadThreads) {
+    const Finished& f = finished[i / c.channels];
+    const float beside = memory[i] - f.mass * of_sums[i % c.channels];
+    memory[i] = f.read > 0.0f ? f.read * beside : 0.0f;
+  }
+  __syncthreads();
+  write_whole(c, part, basis, value_sums, memory, finished);
 }
 
 }  // namespace sluice::cuda

@@ -62,7 +62,7 @@ __device__ __forceinline__ void add_page(const TilesCall& c, const std::byte* pa
   const ColumnFactors factors(w, kUnit);
 #pragma unroll
   for (int b = 0; b < kBlocks; ++b) {
-    add_block<kBits>(page, c.head_dim, b * kBlockChannels, w, factors, sums.results[b]);
+    add_block<kBits>(page, c.channels, b * kBlockChannels, w, factors, sums.results[b]);
   }
 }
 
@@ -111,8 +111,8 @@ __device__ void write_partial(const TilesCall& c, const BlockPart& part, const f
   using Sums = PageSums<kBlocks>;
   const Partial to(c, part, part.split);
   const auto thread = static_cast<int>(threadIdx.x);
-  for (int i = thread; i < part.queries * c.head_dim; i += kReadThreads) {
-    to.sums[i] = sum_of<kBlocks>(memory, Sums::place_of(i / c.head_dim, i % c.head_dim));
+  for (int i = thread; i < part.queries * c.channels; i += kReadThreads) {
+    to.sums[i] = sum_of<kBlocks>(memory, Sums::place_of(i / c.channels, i % c.channels));
   }
   if (thread < part.queries) to.masses[thread] = sum_of<kBlocks>(memory, Sums::mass_place(thread));
 }
@@ -202,13 +202,14 @@ __global__ void __launch_bounds__(kReadThreads, kBlocksAtOnce<kBlocks>)
     allow_next_kernel();
   }
   if (thread == 0) c.tickets[part.place] = 0;
+  if (c.basis != nullptr) return finish_components(c, part, floats);
   finish(c, part, memory);
 }
 
-// Calls body(std::integral_constant<int, blocks of kBlockChannels>()), enough for a head.
+// Calls body(std::integral_constant<int, blocks of kBlockChannels>()), enough for a page.
 template <typename Body>
-void dispatch_blocks(int head_dim, const Body& body) {
-  const int blocks = (head_dim + kBlockChannels - 1) / kBlockChannels;
+void dispatch_blocks(int channels, const Body& body) {
+  const int blocks = (channels + kBlockChannels - 1) / kBlockChannels;
   if (blocks <= 2) return body(std::integral_constant<int, 2>());
   if (blocks == 3) return body(std::integral_constant<int, 3>());
   if (blocks == 4) return body(std::integral_constant<int, 4>());
@@ -223,7 +224,7 @@ std::size_t shared_bytes(const TilesCall& c) {
 
 // Upper bound of a block's static shared memory.
 constexpr std::size_t kDeclaredBytes = 8192;
-static_assert(sizeof(PageChoice::Shared) + 1024 < kDeclaredBytes);
+static_assert(sizeof(PageChoice::Shared) + 2048 < kDeclaredBytes);
 
 // Bytes that a block may use beside its static shared memory.
 std::size_t room_of(const DeviceLimits& device) {
@@ -255,7 +256,7 @@ TilesCall with_stages(TilesCall c, std::size_t room) {
 template <int kBits>
 void run_bits(const TilesCall& call, const Launch& launch) {
   check(call.most_pages <= kMostTilePages, "attend_tiles: pages");
-  dispatch_blocks(call.head_dim, [&](auto blocks) {
+  dispatch_blocks(call.channels, [&](auto blocks) {
     constexpr int kBlocks = decltype(blocks)::value;
     const TilesCall c = with_stages<kBlocks>(call, room_of(*launch.device));
     // Weights that do not fit are read from global memory, through an L1 cache that may be stale.
@@ -298,7 +299,7 @@ __global__ void __launch_bounds__(kReadThreads)
 
 bool list_fits(const TilesCall& call, const DeviceLimits& device) {
   bool fits = false;
-  dispatch_blocks(call.head_dim, [&](auto blocks) {
+  dispatch_blocks(call.channels, [&](auto blocks) {
     fits = shared_bytes<decltype(blocks)::value>(with_least(call)) <= room_of(device);
   });
   return fits;

@@ -49,14 +49,14 @@ struct LaneWords {
   uint4 high;
 };
 
-// Loads words from a page in shared memory. Words of channels past head_dim are arbitrary.
+// Loads words from a page in shared memory. Words past the page's channels are arbitrary.
 template <int kBits>
-__device__ __forceinline__ void load_words(const std::byte* page, int head_dim, int first,
+__device__ __forceinline__ void load_words(const std::byte* page, int channels, int first,
                                            LaneWords<kBits>& words) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   const auto* const from =
-      reinterpret_cast<const uint4*>(page + 4 * head_dim) + first / 4 + lane / 4;
-  const int row = head_dim / 4;
+      reinterpret_cast<const uint4*>(page + 4 * channels) + first / 4 + lane / 4;
+  const int row = channels / 4;
 #pragma unroll
   for (int i = 0; i < kLowWords<kBits>; ++i) {
     words.low[i] = from[(lane % 4 * kLowWords<kBits> + i) * row];
@@ -150,11 +150,11 @@ struct ColumnFactors {
 
 // Adds weight * value of a block of channels to its results.
 template <int kBits>
-__device__ __forceinline__ void add_block(const std::byte* page, int head_dim, int first,
+__device__ __forceinline__ void add_block(const std::byte* page, int channels, int first,
                                           const ColumnWeights& w, const ColumnFactors& factors,
                                           float (&results)[kBlockResults]) {
   LaneWords<kBits> words;
-  load_words(page, head_dim, first, words);
+  load_words(page, channels, first, words);
   float sums[2][4] = {};
 #pragma unroll
   for (int i = 0; i < kThreadPairs; i += 2) {
@@ -172,7 +172,7 @@ __device__ __forceinline__ void add_block(const std::byte* page, int head_dim, i
   const int channel = first + static_cast<int>(threadIdx.x) % kWarp / 4 * 4;
   const auto* const scaling = reinterpret_cast<const __half*>(page) + channel;
   const uint2 scales = *reinterpret_cast<const uint2*>(scaling);
-  const uint2 zeros = *reinterpret_cast<const uint2*>(scaling + head_dim);
+  const uint2 zeros = *reinterpret_cast<const uint2*>(scaling + channels);
 #pragma unroll
   for (int m = 0; m < 2; ++m) {
     const float2 scale = __half22float2(as_half2(m == 0 ? scales.x : scales.y));

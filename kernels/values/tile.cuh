@@ -49,8 +49,8 @@ static_assert(is_layout_of_tiles<1>() && is_layout_of_tiles<2>() && is_layout_of
               is_layout_of_tiles<4>());
 
 // Bytes of a page of one KV head.
-__host__ __device__ constexpr std::int64_t tile_page_bytes(int bits, int head_dim) {
-  return std::int64_t{head_dim} * (4 + kPageTokens / 8 * bits);
+__host__ __device__ constexpr std::int64_t tile_page_bytes(int bits, int channels) {
+  return std::int64_t{channels} * (4 + kPageTokens / 8 * bits);
 }
 
 // Pages as they lie in a pool, and the table that finds them.
@@ -67,7 +67,7 @@ struct TilePool {
         slots(view.tiles.slots),
         table(view.slots),
         table_stride(view.table_stride),
-        page_bytes(tile_page_bytes(view.tiles.bits, head_dim)) {}
+        page_bytes(tile_page_bytes(view.tiles.bits, view.tiles.channels(head_dim))) {}
 
   // The place of a page among all pages of a KV head.
   __device__ __forceinline__ std::int64_t place_of(std::int64_t sequence, int page) const {

@@ -7,8 +7,14 @@
 
 namespace sluice {
 
-KeyIndex::KeyIndex(Queue& queue, const IndexLayout& layout, const Scorers& scorers, Tier tier)
-    : queue_(&queue), layout_(layout), scorers_(scorers), layers_(layout.layers.size()) {
+KeyIndex::KeyIndex(Queue& queue, const IndexLayout& layout, const Scorers& scorers, Tier tier,
+                   const ValueBasis& basis)
+    : queue_(&queue),
+      layout_(layout),
+      scorers_(scorers),
+      basis_(basis),
+      layers_(layout.layers.size()) {
+  check(basis.data != nullptr || !layout.halves_values(), "values in components without a basis");
   Backend& backend = queue.backend();
   bad_ = backend.allocate(tier, layout.selection_bytes().bad);
   seen_bad_ = backend.allocate(Tier::host, bad_.bytes());
@@ -131,8 +137,13 @@ KeyIndexView KeyIndex::view(int layer) const {
 
 ValueTilesView KeyIndex::values(int layer) const {
   const Layer& at = layers_[static_cast<std::size_t>(layer)];
-  const int bits = layout_.layers[static_cast<std::size_t>(layer)].value_bits;
-  return {{bits, at.values.data(), layout_.tiles}, table(layer), layout_.sequence_tiles()};
+  const LayerIndex& kept = layout_.layers[static_cast<std::size_t>(layer)];
+  ValueTiles tiles = {kept.value_bits, at.values.data(), layout_.tiles};
+  const KvShape& shape = layout_.shape;
+  if (kept.half_values) {
+    tiles.basis = basis_.data + layer * shape.kv_heads * ValueTiles::basis_floats(shape.head_dim);
+  }
+  return {tiles, table(layer), layout_.sequence_tiles()};
 }
 
 void KeyIndex::build(int layer, std::int32_t sequence, std::int64_t first_page, std::int64_t pages,
@@ -229,7 +240,7 @@ void KeyIndex::for_each_of_tiles(int layer, const Visit& visit) const {
   one(at.codes, tiles(kept).tile_bytes(layout_.shape.head_dim));
   one(at.scales, kTilePages * 2 * d * sizeof(std::uint16_t));
   one(at.bounds, kTilePages * PageBounds().page_bytes(layout_.shape.head_dim));
-  one(at.values, kTilePages * ValueTiles::page_bytes(kept.value_bits, layout_.shape.head_dim));
+  one(at.values, kTilePages * layout_.value_page_bytes(static_cast<std::size_t>(layer)));
   for (const Own& own : at.own) one(own.pages, kTilePages * own.index.page_bytes);
 }
 
@@ -255,8 +266,9 @@ std::string KeyIndex::kind() const {
     if (!layer.own.empty()) return {};
     text += "; " + std::to_string(layer.bits) + (layer.rotated ? " rotated" : "") +
             (layer.bounds ? " bounds" : "") + (layer.sums ? " sums" : "") + " " +
-            std::to_string(layer.value_bits);
+            std::to_string(layer.value_bits) + (layer.half_values ? " half" : "");
   }
+  if (layout_.halves_values()) text += "; basis " + std::to_string(basis_.hash);
   return text;
 }
 

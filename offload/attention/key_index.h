@@ -15,10 +15,17 @@
 
 namespace sluice {
 
+// The components of values that value tiles of half the channels hold; it outlives its users.
+struct ValueBasis {
+  const float* data = nullptr;  // [layers, kv_heads, head_dim / 2, head_dim], in the compute tier
+  std::uint64_t hash = 0;       // of the numbers: tiles made by another mean something else
+};
+
 class KeyIndex {
  public:
-  // Allocates everything that `layout` asks for, in `tier`.
-  KeyIndex(Queue& queue, const IndexLayout& layout, const Scorers& scorers, Tier tier);
+  // Allocates everything that `layout` asks for, in `tier`. `basis`: if layout.halves_values().
+  KeyIndex(Queue& queue, const IndexLayout& layout, const Scorers& scorers, Tier tier,
+           const ValueBasis& basis = {});
 
   // `slots`: the tile slots of every sequence, in the backend's memory: of every layer if tables
   // are ragged, else the same for all; [layers, sequences, sequence_tiles()].
@@ -129,6 +136,7 @@ class KeyIndex {
   Queue* queue_;
   IndexLayout layout_;
   Scorers scorers_;
+  ValueBasis basis_;
   std::vector<Layer> layers_;
   const std::int32_t* table_ = nullptr;
   Buffer bad_;       // [layers, sequences, kv_heads] for keys; again for values if tiles keep them

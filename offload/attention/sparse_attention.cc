@@ -20,11 +20,11 @@ int source_of(const Policy& policy, int layer) {
 }  // namespace
 
 SparseAttention::SparseAttention(Queue& queue, const IndexLayout& layout, const Scorers& scorers,
-                                 Tier tier, const SelectedRows& selected)
+                                 Tier tier, const SelectedRows& selected, const ValueBasis& basis)
     : queue_(&queue),
       layout_(layout),
       scorers_(scorers),
-      index_(queue, layout, scorers, tier),
+      index_(queue, layout, scorers, tier, basis),
       tier_(tier),
       cache_(selected.cache),
       disk_(selected.disk) {
@@ -636,8 +636,7 @@ void SparseAttention::record_rows(int layer, const Count& count, Ledger& ledger)
 }
 
 void SparseAttention::record_index(int layer, const Count& count, Ledger& ledger) const {
-  const int bits = layout_.layers[static_cast<std::size_t>(layer)].value_bits;
-  const std::size_t page = ValueTiles::page_bytes(bits, layout_.shape.head_dim);
+  const std::size_t page = layout_.value_page_bytes(static_cast<std::size_t>(layer));
   ledger.record(layer, tier_, tier_, Cause::index_read, count.estimates.near);
   ledger.record(layer, Tier::host, tier_, Cause::index_read, count.estimates.far);
   ledger.record(layer, tier_, tier_, Cause::value_read,

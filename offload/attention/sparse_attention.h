@@ -32,7 +32,7 @@ class SparseAttention {
  public:
   // Allocates the index and the work space of `layout` in `tier`.
   SparseAttention(Queue& queue, const IndexLayout& layout, const Scorers& scorers, Tier tier,
-                  const SelectedRows& selected = {});
+                  const SelectedRows& selected = {}, const ValueBasis& basis = {});
 
   KeyIndex& index() { return index_; }
   // Sums of values after each token of the batch, written by append_batch():

@@ -100,8 +100,7 @@ LayerIndexBytes IndexLayout::layer_bytes(std::size_t layer) const {
   }
   if (wanted.bounds) bytes.bounds = pages * PageBounds().page_bytes(shape.head_dim);
   if (wanted.value_bits > 0) {
-    const ValueTiles of_values{wanted.value_bits, nullptr, tiles};
-    bytes.values = of_values.bytes(shape.kv_heads, shape.head_dim);
+    bytes.values = pages * value_page_bytes(layer);
   }
   if (wanted.sums) {
     bytes.sums = count_of(sequences + kept_sums(), shape.kv_heads, shape.head_dim) * sizeof(float);
@@ -125,6 +124,17 @@ bool IndexLayout::sums_values() const {
 bool IndexLayout::keeps_values() const {
   return std::any_of(layers.begin(), layers.end(),
                      [](const LayerIndex& l) { return l.value_bits > 0; });
+}
+
+bool IndexLayout::halves_values() const {
+  return std::any_of(layers.begin(), layers.end(),
+                     [](const LayerIndex& l) { return l.half_values; });
+}
+
+std::size_t IndexLayout::value_page_bytes(std::size_t layer) const {
+  const LayerIndex& kept = layers[layer];
+  return ValueTiles::page_bytes(kept.value_bits,
+                                ValueTiles::channels(shape.head_dim, kept.half_values));
 }
 
 SelectionBytes IndexLayout::selection_bytes() const {
@@ -248,6 +258,15 @@ void keep_rotated(LayerIndex& index, bool rotated) {
   index.rotated = rotated;
 }
 
+void keep_values(LayerIndex& index, const ValueBits& values) {
+  if (index.value_bits != 0 && index.half_values != values.half) {
+    throw Error(ErrorCode::usage,
+                "policy: one session cannot hold values in both all and half of their components");
+  }
+  keep_in(index.value_bits, values.bits, "values");
+  index.half_values = values.half;
+}
+
 // Adds a selecting layer's needs, by the policy in force in that layer.
 void include_layer(IndexLayout& layout, LayerIndex& index, int layer, const Policy& policy,
                    const Scorers& scorers) {
@@ -261,7 +280,7 @@ void include_layer(IndexLayout& layout, LayerIndex& index, int layer, const Poli
     keep_rotated(index, !scorers.at(policy.select).reads_channels());
     keep_in(index.bits, policy.bits, "the index");
   }
-  if (by_values) keep_in(index.value_bits, policy.values.bits, "values");
+  if (by_values) keep_values(index, policy.values);
   index.bounds = index.bounds || needs.bounds;
   index.sums = index.sums || by_values || policy.compensates(layer, Compensation::mean_value);
   include_own(index, policy.select, needs);
@@ -432,6 +451,12 @@ IndexLayout plan_index(const KvRequest& request) {
     layout.slots = layout.shape.layers * layout.batch;
   }
   layout.arena_rows = layout.selects() ? std::min(kArenaRows, layout.selected) : 0;
+  if (layout.halves_values() && !request.has_value_basis) {
+    throw Error(ErrorCode::unsupported,
+                "policy: components=half takes the weights of the model's value projection, which "
+                "a KV cache without a model does not have; take components=all, with bits=1 for "
+                "about the same bytes");
+  }
   return layout;
 }
 

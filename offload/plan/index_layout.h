@@ -43,8 +43,9 @@ struct LayerIndex {
   int bits = 0;          // per key channel, in key tiles; 0: no key tiles
   bool rotated = false;  // key tiles
   bool bounds = false;
-  bool sums = false;   // of all values
-  int value_bits = 0;  // in value tiles; 0: no value tiles
+  bool sums = false;         // of all values
+  int value_bits = 0;        // in value tiles; 0: no value tiles
+  bool half_values = false;  // value tiles hold head_dim / 2 components, by a basis
   std::vector<OwnIndex> own;
 };
 
@@ -125,7 +126,10 @@ struct IndexLayout {
   bool sums_values() const;  // in some layer
   // Sums beside those of sequences: of one sequence, from before a step of several of its tokens.
   std::int64_t kept_sums() const { return batch > 1 ? 1 : 0; }
-  bool keeps_values() const;  // in value tiles, in some layer
+  bool keeps_values() const;   // in value tiles, in some layer
+  bool halves_values() const;  // some layer's value tiles take a basis
+  // Bytes of a page of a layer's value tiles, of one KV head.
+  std::size_t value_page_bytes(std::size_t layer) const;
 
   LayerIndexBytes layer_bytes(std::size_t layer) const;
   std::uint64_t index_bytes() const;       // of all layers
@@ -162,10 +166,10 @@ ScorerUse use_of(const Policy& policy, const KvShape& shape, std::int64_t contex
 Policy within_windows(Policy policy, std::span<const std::int64_t> windows);
 
 // A layout that serves every one of the request's policies. Throws Error{usage} if one of them does
-// not fit the shape or if two of them want a layer's keys or values in different bits, or one of
-// them its keys rotated and the other not, and Error{unsupported} if a scorer does not run on the
-// processor or a policy chooses
-// among tokens that a layer's window may hide.
+// not fit the shape or if two of them want a layer's keys or values in different bits, its values
+// in all and in half of their components, or its keys rotated and not; Error{unsupported} if a
+// scorer does not run on the processor, a policy chooses among tokens that a layer's window may
+// hide, or there is no basis for half of the components.
 IndexLayout plan_index(const KvRequest& request);
 
 }  // namespace sluice

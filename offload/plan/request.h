@@ -36,6 +36,7 @@ struct KvRequest {
   bool reports_positions = false;
   std::span<const Policy> policies = {};    // that sessions may use; empty: dense
   const Scorers* scorers = &own_scorers();  // that policies may name
+  bool has_value_basis = false;             // the pool will be given one, see ValueBasis
   std::optional<std::uint64_t> device_cap = std::nullopt;
   std::uint64_t beside = 0;  // other bytes that the device cap must hold
   // Most bytes for the row cache; unset: as many as pay off.

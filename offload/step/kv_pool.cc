@@ -46,7 +46,8 @@ BlockLimits limits_of(const KvPlan& plan) {
 }  // namespace
 
 KvPool::KvPool(std::shared_ptr<Queue> queue, const KvPlan& plan, std::span<const Policy> policies,
-               const Scorers& scorers, const HostAttender& attender, const DiskSource& disk)
+               const Scorers& scorers, const HostAttender& attender, const DiskSource& disk,
+               const ValueBasis& basis)
     : queue_(std::move(queue)),
       transfer_(queue_->make_sibling({.computes = false})),
       plan_(plan),
@@ -86,8 +87,8 @@ KvPool::KvPool(std::shared_ptr<Queue> queue, const KvPlan& plan, std::span<const
   if (plan.cache_rows > 0) cache_ = std::make_unique<RowCache>(*queue_, plan);
   if (layout.selects()) {
     if (plan.on_disk) disk_rows_ = std::make_unique<DiskRows>(*queue_, plan, *disk_);
-    sparse_ = std::make_unique<SparseAttention>(*queue_, layout, scorers, tier(),
-                                                SelectedRows{cache_.get(), disk_rows_.get()});
+    sparse_ = std::make_unique<SparseAttention>(
+        *queue_, layout, scorers, tier(), SelectedRows{cache_.get(), disk_rows_.get()}, basis);
     sparse_->index().use_table(reinterpret_cast<const std::int32_t*>(tiles_.data()));
   }
   if (layout.zipvl) {

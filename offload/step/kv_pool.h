@@ -33,10 +33,10 @@ class KvPool {
   // Allocates the memory of the plan, except the rows in host memory, which grow with use. Steps
   // are issued to `queue`. `policies`: those that sequences may use, by scorers in `scorers`;
   // empty: dense. `attender` attends if the plan has host attention, `disk` has the rows if they
-  // are planned to lie on disk.
+  // are planned to lie on disk, `basis` is for policies that keep half the components of values.
   KvPool(std::shared_ptr<Queue> queue, const KvPlan& plan, std::span<const Policy> policies = {},
          const Scorers& scorers = own_scorers(), const HostAttender& attender = {},
-         const DiskSource& disk = {});
+         const DiskSource& disk = {}, const ValueBasis& basis = {});
   KvPool(const KvPool&) = delete;
   KvPool& operator=(const KvPool&) = delete;
   ~KvPool();

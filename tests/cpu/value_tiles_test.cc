@@ -99,6 +99,9 @@ TEST(ValueTiles, AttendLikeTheDefinitionByEveryInstructionSet) {
       for (const int head_dim : {20, 128}) {
         expect_right(implementations()[1], {head_dim, 3, bits}, ++seed);
       }
+      ValueCase of_components{80, 3, bits};
+      of_components.half = true;
+      expect_right(implementations()[1], of_components, ++seed);
     }
   }
   hwy::SetSupportedTargetsForTest(0);
@@ -160,16 +163,49 @@ TEST_P(ValueTilesTest, MergePartialsOfAnySize) {
   testing::expect_merged(c, out, lse);
 }
 
+// The products of values, [kv_heads, tokens, head_dim], with the vectors of bases.
+std::vector<float> components_of(const std::vector<float>& values, const std::vector<float>& bases,
+                                 std::size_t head_dim) {
+  std::vector<float> components;
+  const std::size_t of_head = values.size() / 2;  // two KV heads
+  for (std::size_t at = 0; at < values.size(); at += head_dim) {
+    const std::size_t first = at / of_head * bases.size() / 2;
+    for (std::size_t i = 0; i < head_dim / 2; ++i) {
+      double sum = 0.0;
+      for (std::size_t c = 0; c < head_dim; ++c) {
+        sum += static_cast<double>(values[at + c]) *
+               static_cast<double>(bases[first + i * head_dim + c]);
+      }
+      components.push_back(static_cast<float>(sum));
+    }
+  }
+  return components;
+}
+
 // Rows of a sequence's whole pages and the tiles that are built of them.
 class Built {
  public:
+  // `half`: tiles hold half the components of values.
   Built(int head_dim, int bits, const RowFormat& format, std::int64_t pages, std::uint64_t seed,
-        float deviation = 1.0f)
+        float deviation = 1.0f, bool half = false)
       : shape_{1, 2, 2, head_dim, format}, pages_(pages) {
     Random random(seed);
     values = random.normal(2 * pages * kPageTokens * head_dim, deviation);
-    rows.resize(static_cast<std::size_t>(2 * pages * kPageTokens) * shape_.row_bytes());
-    for (std::int64_t row = 0; row < 2 * pages * kPageTokens; ++row) {
+    if (half) bases = testing::random_bases(random, 2, head_dim);
+    encode(format);
+    view_.tiles = {bits, nullptr, (pages + 1) / 2 + 1};
+    tiles.assign(view_.tiles.bytes(2, channels()), std::byte{0x5a});
+    for (std::int64_t i = 0; i < (pages + 1) / 2; ++i) {
+      table.push_back(static_cast<std::int32_t>((pages + 1) / 2 - i));
+    }
+    bad.assign(2, 0);
+  }
+
+  // Writes `values` to the rows, and rounds them as rows do.
+  void encode(const RowFormat& format) {
+    const int head_dim = shape_.head_dim;
+    rows.resize(static_cast<std::size_t>(2 * count()) * shape_.row_bytes());
+    for (std::int64_t row = 0; row < 2 * count(); ++row) {
       const auto at = values.begin() + row * head_dim;
       const std::vector<float> value(at, at + head_dim);
       const std::vector<std::byte> bytes = testing::encoded_part(value, format);
@@ -177,12 +213,8 @@ class Built {
       std::copy(bytes.begin(), bytes.end(), to + shape_.value_offset());
       std::ranges::copy(testing::rounded_part(value, format), at);
     }
-    view_.tiles = {bits, nullptr, (pages + 1) / 2 + 1};
-    tiles.assign(view_.tiles.bytes(2, head_dim), std::byte{0x5a});
-    for (std::int64_t i = 0; i < (pages + 1) / 2; ++i) {
-      table.push_back(static_cast<std::int32_t>((pages + 1) / 2 - i));
-    }
-    bad.assign(2, 0);
+    const auto d = static_cast<std::size_t>(head_dim);
+    numbers = bases.empty() ? values : components_of(values, bases, d);
   }
 
   void build(const Implementation& by) {
@@ -213,23 +245,28 @@ class Built {
   }
   ValueTilesView view() {
     view_.tiles.pages = tiles.data();
+    view_.tiles.basis = bases.empty() ? nullptr : bases.data();
     view_.slots = table.data();
     view_.table_stride = std::ssize(table);
     return view_;
   }
   const KvShape& shape() const { return shape_; }
+  int channels() const { return bases.empty() ? shape_.head_dim : shape_.head_dim / 2; }
+  // A channel of what tiles hold.
   float value(std::int64_t head, std::int64_t token, int channel) const {
-    return values[static_cast<std::size_t>((head * count() + token) * shape_.head_dim + channel)];
+    return numbers[static_cast<std::size_t>((head * count() + token) * channels() + channel)];
   }
   double coded(std::int64_t head, std::int64_t token, int channel) {
     const std::int64_t page = token / kPageTokens;
     const std::byte* const bytes =
         view().tiles.page(shape_.head_dim, head, view_.slot(0, page), page);
-    return testing::value_in_page(bytes, view_.tiles.bits, shape_.head_dim,
+    return testing::value_in_page(bytes, view_.tiles.bits, channels(),
                                   static_cast<int>(token % kPageTokens), channel);
   }
 
-  std::vector<float> values;  // [kv_heads, tokens, head_dim]
+  std::vector<float> values;   // [kv_heads, tokens, head_dim]
+  std::vector<float> numbers;  // [kv_heads, tokens, channels()]
+  std::vector<float> bases;    // empty, or [kv_heads, channels(), head_dim]
   std::vector<std::byte> rows;
   std::vector<std::byte> tiles;
   std::vector<std::int32_t> table;
@@ -246,7 +283,7 @@ double kept_of(int bits) { return bits == 2 ? 0.75 : bits == 3 ? 0.9 : 0.95; }
 
 // Every value becomes the nearest of 2^bits evenly spaced ones in the middle of the range.
 void expect_nearest(Built& built, int bits) {
-  const int d = built.shape().head_dim;
+  const int d = built.channels();
   for (std::int64_t at = 0; at < 2 * built.count() / kPageTokens * d; ++at) {
     const std::int64_t head = at / d % 2;
     const std::int64_t first = at / d / 2 * kPageTokens;
@@ -271,7 +308,7 @@ void expect_nearest(Built& built, int bits) {
 }
 
 void expect_fitted(Built& built) {
-  const int d = built.shape().head_dim;
+  const int d = built.channels();
   for (std::int64_t at = 0; at < 2 * built.count() / kPageTokens * d; ++at) {
     const std::int64_t first = at / d / 2 * kPageTokens;
     const auto c = static_cast<int>(at % d);
@@ -301,6 +338,97 @@ TEST_P(ValueTilesTest, HoldTheNearestCodes) {
         by_steps.build_batch(GetParam());
         EXPECT_TRUE(built.tiles == by_steps.tiles);
       }
+    }
+  }
+}
+
+TEST_P(ValueTilesTest, HoldTheNearestCodesOfComponents) {
+  std::uint64_t seed = testing::seed(30);
+  for (const int bits : {1, 2, 3, 4}) {
+    for (const int head_dim : {8, 64, 80, 96, 128, 256}) {
+      for (const RowFormat& format : {RowFormat(DType::bf16), RowFormat(DType::f32)}) {
+        SCOPED_TRACE(testing::seed_message(++seed) + " bits " + std::to_string(bits));
+        Built built(head_dim, bits, format, 3, seed, 1.0f, true);
+        built.build(GetParam());
+        bits == 1 ? expect_fitted(built) : expect_nearest(built, bits);
+        EXPECT_EQ(built.bad, std::vector<std::int32_t>(2));
+        Built by_steps(head_dim, bits, format, 3, seed, 1.0f, true);
+        by_steps.build_batch(GetParam());
+        EXPECT_TRUE(built.tiles == by_steps.tiles);
+      }
+    }
+  }
+}
+
+// Pages whose values are all equal have components without a range. A huge value has only numbers,
+// and what no number holds is reported.
+TEST_P(ValueTilesTest, TakeComponentsWithoutARangeAndHugeOnes) {
+  for (const float huge : {0.375f, 3e38f, std::numeric_limits<float>::infinity()}) {
+    SCOPED_TRACE(huge);
+    Built built(64, 2, DType::f32, 2, testing::seed(62), 1.0f, true);
+    std::fill(built.values.begin(), built.values.end(), 0.375f);
+    built.values[static_cast<std::size_t>((built.count() + 130) * 64 + 5)] = huge;
+    built.encode(DType::f32);
+    built.build(GetParam());
+    EXPECT_EQ(built.bad, (std::vector<std::int32_t>{0, std::isinf(huge) ? 1 : 0}));
+    for (std::int64_t t = 0; t < kPageTokens; ++t) {
+      for (int c = 0; c < 32; ++c) {
+        const auto number = static_cast<double>(built.value(1, t, c));
+        ASSERT_NEAR(built.coded(1, t, c), number, 1e-3 * std::fabs(number) + 1e-6);
+        if (!std::isinf(huge)) {
+          ASSERT_TRUE(std::isfinite(built.coded(1, t + kPageTokens, c)));
+        }
+      }
+    }
+  }
+}
+
+// Values that lie in the basis beside their mean lose only the codes' rounding: the mean is kept
+// although the basis does not hold it.
+TEST_P(ValueTilesTest, KeepTheMeanThatComponentsDoNotHold) {
+  const std::uint64_t seed = testing::seed(75);
+  SCOPED_TRACE(testing::seed_message(seed));
+  Random random(seed);
+  Built built(64, 4, DType::f32, 8, seed, 1.0f, true);
+  const std::vector<float> mean = random.normal(64, 3.0f);
+  const std::vector<float> within = random.normal(2 * built.count() * 32);
+  std::vector<float> sums(128, 0.0f);
+  for (std::size_t row = 0; row < built.values.size() / 64; ++row) {
+    const std::size_t head = row / static_cast<std::size_t>(built.count());
+    for (std::size_t c = 0; c < 64; ++c) {
+      float x = mean[c];
+      for (std::size_t i = 0; i < 32; ++i) {
+        x += within[row * 32 + i] * built.bases[(head * 32 + i) * 64 + c];
+      }
+      built.values[row * 64 + c] = x;
+      sums[head * 64 + c] += x;
+    }
+  }
+  built.encode(DType::f32);
+  built.build(GetParam());
+  ValueProblem problem({64, 1, 4, 1.0f, {1023}, 0, 2}, seed);
+  // The token's own page is not attended here; sums are of all tokens.
+  problem.tokens = {{0, 1023}};
+  problem.sums = sums;
+  AttendTilesParams p = problem.params();
+  p.values = built.view();
+  const std::vector<float> logits = problem.logits;
+  GetParam().attend(p);
+  for (std::size_t head = 0; head < 2; ++head) {
+    std::vector<double> exact(64, 0.0);
+    double all = 0.0;
+    for (std::size_t t = 0; t < 7 * kPageTokens; ++t) {
+      const double weight =
+          std::exp(static_cast<double>(logits[head * static_cast<std::size_t>(problem.stride) + t] -
+                                       problem.estimated_lse[head]));
+      all += weight;
+      for (std::size_t c = 0; c < 64; ++c) {
+        const std::size_t row = head * static_cast<std::size_t>(built.count()) + t;
+        exact[c] += weight * static_cast<double>(built.values[row * 64 + c]);
+      }
+    }
+    for (std::size_t c = 0; c < 64; ++c) {
+      EXPECT_NEAR(static_cast<double>(problem.out[head * 64 + c]), exact[c] / all, 0.15) << c;
     }
   }
 }
@@ -404,6 +532,8 @@ TEST(ValueTiles, TakeAsManyBytesAsTheySay) {
   EXPECT_EQ(ValueTiles::page_bytes(3, 128), 52u * kPageTokens);
   EXPECT_EQ(ValueTiles::page_bytes(4, 128), 68u * kPageTokens);
   EXPECT_EQ((ValueTiles{2, nullptr, 5}).bytes(3, 128), 36u * kPageTokens * 2 * 5 * 3);
+  const float basis = 0.0f;
+  EXPECT_EQ((ValueTiles{2, nullptr, 5, &basis}).bytes(3, 128), 18u * kPageTokens * 2 * 5 * 3);
 }
 
 TEST(ValueTiles, RefuseSettingsThatDoNotExist) {
@@ -416,6 +546,8 @@ TEST(ValueTiles, RefuseSettingsThatDoNotExist) {
   EXPECT_THROW(check_value_tiles(2, 128, 1.01f), Error);
   EXPECT_THROW(check_value_tiles(2, 128, std::numeric_limits<float>::quiet_NaN()), Error);
   EXPECT_THROW(check_value_tiles(2, 66, 0.9f), Error);
+  EXPECT_NO_THROW(check_value_tiles(2, 80, 0.9f, true));
+  EXPECT_THROW(check_value_tiles(2, 84, 0.9f, true), Error);
   EXPECT_THROW(check_value_tiles(2, 512, 0.9f), Error);
 }
 

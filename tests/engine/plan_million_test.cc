@@ -79,6 +79,7 @@ KvRequest request_for(const ModelConfig& config, const Policy& policy, std::int6
   request.tokens = request.context + 20000 * (sequences - 1);
   request.policies = {&policy, 1};
   request.on.logits = kLogits;
+  request.has_value_basis = true;
   return request;
 }
 
@@ -87,7 +88,8 @@ void expect_allocated(const KvPlan& plan, const Policy& policy) {
   const std::uint64_t scratch = testing::FarBackend::kScratchBytes;
   UntouchedBackend backend(plan.device_bytes + scratch, plan.host_bytes);
   const std::shared_ptr<Queue> queue = backend.make_queue();
-  KvPool pool(queue, plan, {&policy, 1});
+  const float unread = 0.0f;
+  KvPool pool(queue, plan, {&policy, 1}, own_scorers(), {}, {}, {&unread, 0});
   pool.open();
   EXPECT_EQ(backend.account(Tier::device).peak(), plan.device_bytes + scratch);
   const auto regions =

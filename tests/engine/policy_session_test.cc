@@ -65,7 +65,7 @@ INSTANTIATE_TEST_SUITE_P(
                           "sparq prune=top_k(1/1)", "sluice candidates=1/1 prune=top_p(1) cap=none",
                           "quest prune=top_k(1/1)", "tidaldecode prune=top_k(1/1)",
                           "select=int4 prune=top_k(1/1) compensate=values",
-                          "select=int4 prune=top_k(1/1) early=half",
+                          "compact prune=top_k(1/1)", "select=int4 prune=top_k(1/1) early=half",
                           "sluice candidates=1/1 prune=top_p(1) cap=none early=layer",
                           "values prune=top_k(1/1) early=layer",
                           "tidaldecode prune=top_k(1/1) early=half", "streaming recent=100000",

@@ -278,6 +278,8 @@ INSTANTIATE_TEST_SUITE_P(
                       Setting{"dense", true}, Setting{"values", true}, Setting{"sparq", true},
                       Setting{"dense", true, true}, Setting{"values", true, true},
                       Setting{"sparq", true, true}, Setting{"values", false, false, DType::f32},
+                      Setting{"compact"}, Setting{"compact", true, true},
+                      Setting{"compact", true, true, DType::bf16, true},
                       Setting{"dense", false, false, DType::f16},
                       Setting{"dense", true, false, DType::bf16, true},
                       Setting{"values", true, false, DType::f32, true},
@@ -322,6 +324,7 @@ INSTANTIATE_TEST_SUITE_P(Devices, SavedSessionsOn,
                          ::testing::Combine(::testing::ValuesIn(testing::devices()),
                                             ::testing::Values(std::pair("dense", DType::bf16),
                                                               std::pair("values", DType::bf16),
+                                                              std::pair("compact", DType::bf16),
                                                               std::pair("values", RowCode::int8))),
                          name_of_device);
 

@@ -97,6 +97,14 @@ TEST(PolicyText, ValuesInAFewBits) {
   EXPECT_EQ(policy.values, (ValueBits{3, 0.8}));
   EXPECT_EQ(to_string(policy), "select=int4 prune=top_k(16) compensate=values(bits=3,pages=0.8)");
   EXPECT_EQ(policy_from_json(to_json(policy)), policy);
+  const Policy half =
+      parse_policy("select=int4 prune=top_k(16) compensate=values(pages=0.8, components = half)");
+  EXPECT_TRUE(half.values.half);
+  EXPECT_EQ(to_string(half),
+            "select=int4 prune=top_k(16) compensate=values(components=half,pages=0.8)");
+  EXPECT_EQ(parse_policy(to_string(half)), half);
+  EXPECT_EQ(parse_policy("select=int4 prune=top_k(16) compensate=values(components=all)"),
+            parse_policy("select=int4 prune=top_k(16) compensate=values"));
   const Policy plain = parse_policy("select=int4 prune=none compensate=values(pages=0.9,bits=2)");
   EXPECT_EQ(plain.prune, Pruner::none);
   EXPECT_EQ(plain.values, ValueBits{});
@@ -244,11 +252,15 @@ TEST(PolicyText, RefusesWhatIsNotInTheGrammar) {
       {"recent=99999999999999999999", "recent takes a number of tokens from 0 to 2147483648"},
       {"compensate=mean",
        "'compensate=mean' is not understood; compensate takes none, "
-       "mean_value or values(bits=B,pages=P), B from 1 to 4, P above 0 and up to 1"},
+       "mean_value or values(bits=B,components=C,pages=P), B from 1 to 4, C all or half, P above 0 "
+       "and up to 1"},
       {"compensate=values(bits=0)", "compensate takes none"},
       {"compensate=values(bits=5)", "compensate takes none"},
       {"compensate=values(bits=2.5)", "compensate takes none"},
       {"compensate=values(bits=2,bits=3)", "compensate takes none"},
+      {"compensate=values(components=0.5)", "compensate takes none"},
+      {"compensate=values(components=half,components=half)", "compensate takes none"},
+      {"compensate=values(half)", "compensate takes none"},
       {"compensate=values(share=1)", "compensate takes none"},
       {"compensate=values(2)", "compensate takes none"},
       {"dense=1,",

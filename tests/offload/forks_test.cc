@@ -89,11 +89,9 @@ class Family {
     std::optional<std::uint64_t> cap;
     if (capped) cap = testing::small_cap(kShape, kContext, kForks + 1, policies_);
     // One more, which is asked.
-    pool_ = std::make_shared<KvPool>(backend_.make_queue(),
-                                     shared_plan(kShape, kContext, kForks + 1, policies_, cap),
-                                     policies_);
-    alone_ = std::make_shared<KvPool>(backend_.make_queue(),
-                                      shared_plan(kShape, kContext, 1, policies_), policies_);
+    pool_ = testing::shared_pool(
+        backend_, shared_plan(kShape, kContext, kForks + 1, policies_, cap), policies_);
+    alone_ = testing::shared_pool(backend_, shared_plan(kShape, kContext, 1, policies_), policies_);
     forks_.push_back({KvSession(pool_), Script(kShape, kContext, seed)});
     forks_.front().script.prefill(forks_.front().session, random_.integer(100, 300));
   }

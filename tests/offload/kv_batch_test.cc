@@ -42,8 +42,7 @@ TEST_P(Batches, EverySessionGetsWhatItWouldGetAlone) {
   std::vector<Script> scripts;
   for (std::uint64_t i = 0; i < 5; ++i) scripts.emplace_back(shape_, context, 20 + i);
   cpu::CpuBackend backend{cpu::CpuOptions{}};
-  const auto pool =
-      std::make_shared<KvPool>(backend.make_queue(), plan(context, 5), std::span(&policy_, 1));
+  const auto pool = testing::shared_pool(backend, plan(context, 5), std::span(&policy_, 1));
   std::vector<KvSession> together;
   std::vector<KvSession> alone;
   std::vector<KvSession*> sessions;

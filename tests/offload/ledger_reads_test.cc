@@ -10,6 +10,7 @@
 #include "lib/counted_queue.h"
 #include "tests/support/counting_backend.h"
 #include "tests/support/script.h"
+#include "tests/support/value_basis.h"
 
 namespace sluice {
 namespace {
@@ -44,6 +45,7 @@ const char* const kPolicies[] = {
     "select=sparq(r=8) candidates=1/4 prune=top_k(16) compensate=values(bits=3,pages=0.5)",
     "select=int4 prune=none compensate=values(bits=4,pages=1) dense=0 anchors=1",
     "select=int4 prune=top_k(16) compensate=values early=half",
+    "select=int4 bits=2 prune=top_k(16) compensate=values(components=half,pages=0.8)",
     "sparq early=layer",
     "select=int4 candidates=1/8 prune=top_p(0.9) cap=20 early=half",
     "tidaldecode prune=top_k(64) dense=none anchors=0 early=half",
@@ -139,6 +141,7 @@ class LedgerReads
     request.policies = {&policy_, 1};
     request.device_cap = cap;
     request.on.attends_host_rows = true;
+    request.has_value_basis = true;
     return plan_kv(request);
   }
   std::optional<std::uint64_t> cap() const {
@@ -169,7 +172,8 @@ TEST_P(LedgerReads, AreThoseThatHappened) {
   const auto counter = std::make_shared<TrafficCounter>();
   const auto pool =
       std::make_shared<KvPool>(std::make_unique<CountedQueue>(backend.make_queue(), counter),
-                               plan(cap()), std::span<const Policy>(&policy_, 1));
+                               plan(cap()), std::span<const Policy>(&policy_, 1), own_scorers(),
+                               HostAttender(), DiskSource(), testing::value_basis_of(shape_));
   std::vector<Script> scripts;
   std::vector<KvSession> sessions;
   std::vector<KvSession*> all;

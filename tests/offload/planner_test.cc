@@ -136,10 +136,10 @@ TEST(Planner, CountsTheBitsOfEveryLayersKeys) {
   EXPECT_EQ(four - index("values bits=3"), 12 * bit);
   EXPECT_EQ(four - index("values bits=2"), 24 * bit);
   EXPECT_EQ(four - index("values bits=3 1,2:bits=4 3:bits=2"), 11 * bit);
-  // At head_dim 128: 52 bytes of keys and 36 of values per token, 36 and 20, 20 and 20.
+  // At head_dim 128: 52 bytes of keys and 36 of values per token, 36 and 18, 20 and 18.
   EXPECT_EQ(four - index("values"), 12 * bit);
-  EXPECT_EQ(four - index("compact"), 36 * bit);
-  EXPECT_EQ(four - index("tiny"), 48 * bit);
+  EXPECT_EQ(four - index("compact"), 12 * (2 * bit + 9 * bit / 8));
+  EXPECT_EQ(four - index("tiny"), 12 * (3 * bit + 9 * bit / 8));
 }
 
 // All of a layer's if there is room, and as many as there is room for beside other rows.

@@ -26,11 +26,19 @@ inline constexpr std::array kBatchPolicies = {
     "select=exact prune=top_k(50) dense=0 anchors=1 anchors_attend=all",
     "select=int4 prune=top_k(16) compensate=values",
     "select=int4 prune=top_k(16) compensate=values early=half",
+    "select=int4 bits=2 prune=top_k(16) compensate=values(components=half) 0:bits=3",
     "sluice cap=40 early=layer 1:early=none",
     "select=quest prune=top_k(50) dense=0 anchors=1 early=half",
     "select=sparq candidates=1/4 prune=top_p(0.9) cap=50 compensate=values(bits=3,pages=0.5)",
     "sluice cap=40 0:bits=2 1:cap=8 1:compensate=values(bits=3) 0:compensate=none",
 };
+
+// A pool of a shared plan.
+inline std::shared_ptr<KvPool> shared_pool(Backend& backend, const KvPlan& plan,
+                                           std::span<const Policy> policies) {
+  return std::make_shared<KvPool>(backend.make_queue(), plan, policies, own_scorers(),
+                                  HostAttender(), DiskSource(), value_basis_of(plan.shape));
+}
 
 // `tokens`: total over all sequences; 0: each sequence has the full context.
 inline KvPlan shared_plan(const KvShape& shape, std::int64_t context, std::int64_t sequences,
@@ -46,6 +54,7 @@ inline KvPlan shared_plan(const KvShape& shape, std::int64_t context, std::int64
   request.policies = policies;
   request.device_cap = cap;
   request.on = cpu_info();
+  request.has_value_basis = true;
   return plan_kv(request);
 }
 

@@ -12,6 +12,7 @@
 #include "offload/step/kv_pool.h"
 #include "offload/step/kv_session.h"
 #include "sluice/errors.h"
+#include "tests/support/value_basis.h"
 
 namespace sluice::testing {
 
@@ -29,6 +30,7 @@ inline KvPlan plan_on(const BackendInfo& on, const KvShape& shape, std::int64_t 
   request.policies = policies;
   request.device_cap = device_cap;
   request.cache_memory = cache_memory;
+  request.has_value_basis = true;
   return plan_kv(request);
 }
 
@@ -53,7 +55,9 @@ inline BackendInfo cpu_info() {
 inline KvSession session_of(Backend& backend, const KvPlan& plan,
                             std::span<const Policy> policies = {},
                             const Scorers& scorers = own_scorers()) {
-  return KvSession(std::make_shared<KvPool>(backend.make_queue(), plan, policies, scorers));
+  return KvSession(std::make_shared<KvPool>(backend.make_queue(), plan, policies, scorers,
+                                            HostAttender(), DiskSource(),
+                                            value_basis_of(plan.shape)));
 }
 
 // The smallest device cap at which `plan` does not throw.

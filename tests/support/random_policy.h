@@ -57,7 +57,7 @@ class RandomPolicy {
   std::string compensation() {
     if (one_in(2)) return "compensate=mean_value";
     return "compensate=values(bits=" + std::to_string(random_->integer(1, 4)) +
-           ",pages=" + share() + ")";
+           ",pages=" + share() + (one_in(3) ? ",components=half)" : ")");
   }
 
   std::string selection() {

@@ -30,24 +30,26 @@ struct ValueCase {
   bool merge = false;
   float deviation = 2.0f;  // of the logits
   float level = -3.0f;     // mean of the logits
+  bool half = false;       // tiles hold half the components of values
 
   std::string name() const {
     return "head_dim " + std::to_string(head_dim) + " group " + std::to_string(group) + " bits " +
            std::to_string(bits) + " share " + std::to_string(share) + " selected " +
            std::to_string(selected) + " deviation " + std::to_string(deviation) +
-           (merge ? " merged" : "");
+           (merge ? " merged" : "") + (half ? " half" : "");
   }
   std::int64_t count() const { return static_cast<std::int64_t>(positions.size()); }
   int query_heads() const { return group * kv_heads; }
+  int channels() const { return half ? head_dim / 2 : head_dim; }  // of a page
   KvShape shape() const { return {1, query_heads(), kv_heads, head_dim, DType::bf16}; }
   std::int64_t capacity() const {
     return *std::max_element(positions.begin(), positions.end()) + 1;
   }
 };
 
-// One value of a page, decoded as lib/value_tiles.h describes.
-inline double value_in_page(const std::byte* page, int bits, int head_dim, int token, int channel) {
-  const auto d = static_cast<std::size_t>(head_dim);
+// One number of a page, decoded as lib/value_tiles.h describes.
+inline double value_in_page(const std::byte* page, int bits, int channels, int token, int channel) {
+  const auto d = static_cast<std::size_t>(channels);
   const auto c = static_cast<std::size_t>(channel);
   const auto half_at = [&](std::size_t i) {
     std::uint16_t half = 0;
@@ -75,6 +77,33 @@ inline double value_in_page(const std::byte* page, int bits, int head_dim, int t
   return half_at(d + c) + half_at(c) * code;
 }
 
+// Random bases, [kv_heads, head_dim / 2, head_dim], of orthonormal vectors.
+inline std::vector<float> random_bases(Random& random, int kv_heads, int head_dim) {
+  const auto d = static_cast<std::size_t>(head_dim);
+  std::vector<float> bases;
+  for (int head = 0; head < kv_heads; ++head) {
+    std::vector<std::vector<double>> vectors;
+    while (vectors.size() < d / 2) {
+      const std::vector<float> numbers = random.normal(head_dim);
+      std::vector<double> vector(numbers.begin(), numbers.end());
+      const auto product = [&](const std::vector<double>& other) {
+        return std::inner_product(vector.begin(), vector.end(), other.begin(), 0.0);
+      };
+      for (const std::vector<double>& other : vectors) {
+        const double part = product(other);
+        for (std::size_t c = 0; c < d; ++c) vector[c] -= part * other[c];
+      }
+      const double length = std::sqrt(product(vector));
+      for (double& x : vector) x /= length;
+      vectors.push_back(std::move(vector));
+    }
+    for (const std::vector<double>& vector : vectors) {
+      bases.insert(bases.end(), vector.begin(), vector.end());
+    }
+  }
+  return bases;
+}
+
 // Random tiles, logits and selections of a case, in host memory.
 class ValueProblem {
  public:
@@ -91,6 +120,7 @@ class ValueProblem {
     out = random.normal(c.count() * c.query_heads() * d);
     lse = random.normal(c.count() * c.query_heads(), 3.0f);
     pages_read.assign(static_cast<std::size_t>(c.count() * c.kv_heads), -1);
+    if (c.half) bases = random_bases(random, c.kv_heads, c.head_dim);
   }
 
   // The parameters, with pointers into this object.
@@ -101,7 +131,7 @@ class ValueProblem {
     p.logits = {reinterpret_cast<std::byte*>(logits.data()), stride};
     p.estimated_lse = estimated_lse.data();
     p.selected = {positions.data(), selected_capacity, heads.data()};
-    p.values.tiles = {case_.bits, pages.data(), slots};
+    p.values.tiles = {case_.bits, pages.data(), slots, case_.half ? bases.data() : nullptr};
     p.values.slots = table.data();
     p.values.table_stride = table_stride;
     p.share = case_.share;
@@ -135,6 +165,7 @@ class ValueProblem {
   std::int64_t selected_capacity = 0;
   std::vector<HeadSelection> heads;
   std::vector<float> sums;
+  std::vector<float> bases;  // empty, unless pages hold components
   std::vector<float> out;
   std::vector<float> lse;
   std::vector<std::int32_t> pages_read;
@@ -149,14 +180,14 @@ class ValueProblem {
     std::iota(table.begin(), table.end(), 0);
     std::shuffle(table.begin(), table.end(), random.engine());
     const ValueTiles tiles{c.bits, nullptr, slots};
-    pages.resize(tiles.bytes(c.kv_heads, c.head_dim));
+    pages.resize(tiles.bytes(c.kv_heads, c.channels()));
     for (std::size_t at = 0; at < pages.size(); at += 4) {
       const auto word = static_cast<std::uint32_t>(random.engine()());
       std::memcpy(&pages[at], &word, 4);
     }
-    const std::size_t page_bytes = tiles.page_bytes(c.head_dim);
+    const std::size_t page_bytes = tiles.page_bytes(c.channels());
     for (std::size_t page = 0; page < pages.size(); page += page_bytes) {
-      const std::vector<float> numbers = random.normal(2 * c.head_dim, 0.7f);
+      const std::vector<float> numbers = random.normal(2 * c.channels(), 0.7f);
       for (std::size_t i = 0; i < numbers.size(); ++i) {
         const bool is_scale = i < numbers.size() / 2;
         const std::uint16_t half = float_to_f16(is_scale ? std::fabs(numbers[i]) : numbers[i]);
@@ -252,6 +283,35 @@ inline std::vector<bool> pages_to_read(const std::vector<double>& weights, doubl
   return read;
 }
 
+// The values of a page of a KV head, [kPageTokens, head_dim], as the page tells them: components
+// and, of the rest, the mean.
+inline std::vector<double> values_of_page(const ValueProblem& problem, std::int64_t kv_head,
+                                          const std::byte* page, const std::vector<double>& mean) {
+  const ValueCase& c = problem.of();
+  const auto d = static_cast<std::size_t>(c.head_dim);
+  const auto vector_of = [&](int i) {
+    return problem.bases.data() + (kv_head * c.channels() + i) * c.head_dim;
+  };
+  std::vector<double> of_mean;
+  for (int i = 0; c.half && i < c.channels(); ++i) {
+    of_mean.push_back(std::inner_product(mean.begin(), mean.end(), vector_of(i), 0.0));
+  }
+  std::vector<double> values;
+  for (int t = 0; t < kPageTokens; ++t) {
+    std::vector<double> value = c.half ? mean : std::vector<double>(d);
+    for (int i = 0; i < c.channels(); ++i) {
+      const double number = value_in_page(page, c.bits, c.channels(), t, i);
+      const auto at = static_cast<std::size_t>(i);
+      if (!c.half) value[at] = number;
+      for (std::size_t ch = 0; c.half && ch < d; ++ch) {
+        value[ch] += (number - of_mean[at]) * static_cast<double>(vector_of(i)[ch]);
+      }
+    }
+    values.insert(values.end(), value.begin(), value.end());
+  }
+  return values;
+}
+
 // The answer for one KV head of a token, written to [group, head_dim] of `answer` from `query`.
 inline void answer_head(const ValueProblem& problem, std::int64_t head, ValueAnswer& answer) {
   const ValueCase& c = problem.of();
@@ -276,26 +336,31 @@ inline void answer_head(const ValueProblem& problem, std::int64_t head, ValueAns
   answer.pages_read.push_back(
       static_cast<std::int32_t>(std::count(read.begin(), read.end(), true)));
   const ValueTiles tiles{c.bits, nullptr, problem.slots};
+  std::vector<double> mean;
+  for (std::size_t ch = 0; ch < d; ++ch) {
+    mean.push_back(static_cast<double>(problem.sums[static_cast<std::size_t>(head) * d + ch]) /
+                   static_cast<double>(token.position + 1));
+  }
+  std::vector<std::vector<double>> values(read.size());  // of the pages that are read
+  for (std::size_t page = 0; page < read.size(); ++page) {
+    const auto entry = static_cast<std::size_t>(token.sequence * problem.table_stride) + page / 2;
+    const std::int64_t place = (head % c.kv_heads * problem.slots + problem.table[entry]) * 2 +
+                               static_cast<std::int64_t>(page % 2);
+    const std::byte* const bytes =
+        problem.pages.data() + static_cast<std::size_t>(place) * tiles.page_bytes(c.channels());
+    if (read[page]) values[page] = values_of_page(problem, head % c.kv_heads, bytes, mean);
+  }
   for (std::int64_t g = 0; g < c.group; ++g) {
     const std::int64_t query = head * c.group + g;
     double mass = 0.0;
     std::vector<double> sums(d, 0.0);
     for (std::size_t page = 0; page < read.size(); ++page) {
-      const auto entry = static_cast<std::size_t>(token.sequence * problem.table_stride) + page / 2;
-      const std::int64_t place = (head % c.kv_heads * problem.slots + problem.table[entry]) * 2 +
-                                 static_cast<std::int64_t>(page % 2);
-      const std::byte* const bytes =
-          problem.pages.data() + static_cast<std::size_t>(place) * tiles.page_bytes(c.head_dim);
       for (int t = 0; t < kPageTokens; ++t) {
         const double w = weight(query, static_cast<std::int32_t>(page) * kPageTokens + t);
         mass += w;
         for (std::size_t ch = 0; ch < d && w > 0.0; ++ch) {
-          const double mean =
-              static_cast<double>(problem.sums[static_cast<std::size_t>(head) * d + ch]) /
-              static_cast<double>(token.position + 1);
           sums[ch] +=
-              w * (read[page] ? value_in_page(bytes, c.bits, c.head_dim, t, static_cast<int>(ch))
-                              : mean);
+              w * (read[page] ? values[page][static_cast<std::size_t>(t) * d + ch] : mean[ch]);
         }
       }
     }
@@ -386,6 +451,16 @@ inline std::vector<ValueCase> value_cases() {
     for (const int group : {1, 2, 7, 8, 16}) cases.push_back({64, group, bits});
     for (const float share : {0.5f, 1.0f}) cases.push_back({128, 4, bits, share});
   }
+  const auto add_half = [&](ValueCase c) {
+    c.half = true;
+    cases.push_back(c);
+  };
+  for (const int head_dim : {64, 80, 96, 128, 256}) {
+    for (const int bits : {1, 2}) add_half({head_dim, 4, bits});
+  }
+  for (const int group : {1, 7, 8, 16}) add_half({64, group, 2});
+  for (const float share : {0.5f, 1.0f}) add_half({128, 4, 3, share});
+  add_half({128, 2, 4, 0.9f, {3, 9000}, 300, 2, true});
   const std::vector<std::int32_t> ragged = {0, 127, 128, 255, 256, 511, 1283, 4000};
   for (const int selected : {0, 1, 300, 100000}) {
     for (const bool merge : {false, true}) {

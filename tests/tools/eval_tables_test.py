@@ -22,7 +22,7 @@ class EvalTables(unittest.TestCase):
     def test_the_document_has_the_numbers_of_the_files(self):
         done = eval_tables("--check", DOCUMENT)
         self.assertEqual(done.returncode, 0, done.stderr)
-        self.assertEqual(DOCUMENT.read_text().count("<!-- bench/eval_tables.py: "), 3)
+        self.assertEqual(DOCUMENT.read_text().count("<!-- bench/eval_tables.py: "), 4)
 
     def test_another_number_is_found_and_mended(self):
         text = DOCUMENT.read_text()
@@ -45,7 +45,7 @@ class EvalTables(unittest.TestCase):
             path = Path(folder) / "measurements.md"
             path.write_text("<!-- bench/eval_tables.py: nothing -->\n\n| a |\n")
             for arguments, words in (
-                (["--check", path], "no table nothing; there are baselines, harder, moved"),
+                (["--check", path], "no table nothing; there are baselines, components, harder, moved"),
                 (["--check", Path(folder) / "none.md"], "none.md"),
             ):
                 done = eval_tables(*arguments)

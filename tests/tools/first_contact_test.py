@@ -113,7 +113,7 @@ class Mistakes(unittest.TestCase):
 class Notes(unittest.TestCase):
     def test_auto_says_which_cap_would_do(self):
         flags = [*QUICK, "-p", TEXT, "--context", 6500]
-        lines = ("select=dense", "top_k(4096)", "top_k(1024)", "top_k(256)", "top_k(64)")
+        lines = ("select=dense", "top_k(4096)", "components=half", "top_k(256)", "top_k(64)")
         # That each but the last falls short of.
         names = ("tiny", "compact", "values bits=2 prune=top_k(256)", "values")
 

@@ -118,6 +118,7 @@ struct ModelInfo {
 struct Plan {
   KvPlan kv;
   std::uint64_t weight_bytes = 0;        // in the form that products use
+  std::uint64_t value_basis_bytes = 0;   // of these, for policies with components=half
   std::uint64_t activation_bytes = 0;    // buffers of one step
   std::uint64_t prompt_bytes = 0;        // sparse prefill: a whole prompt between two layers
   std::uint64_t loading_bytes = 0;       // host memory held only while weights are being loaded

@@ -68,6 +68,9 @@ struct ValueBits {
   int bits = 2;        // per channel of a value: 1 to 4
   double pages = 0.9;  // reads the fewest pages that carry this share of the dropped weight; the
                        // mean of all values stands for the rest
+  // Keeps head_dim / 2 numbers per value: its largest principal components, by the weights of the
+  // model's value projection. Engine knows them, KvCache has no weights and refuses it.
+  bool half = false;
 
   friend bool operator==(const ValueBits&, const ValueBits&) = default;
 };

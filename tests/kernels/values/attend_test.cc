@@ -112,8 +112,10 @@ TEST(CudaAttendTiles, OfWideRowsInLittleMemory) {
   std::uint64_t seed = testing::seed(270);
   for (const int bits : {1, 2, 3, 4}) {
     for (const bool with_digest : {false, true}) {
-      check_case({256, 8, bits, 0.9f, {5, 700, 20000}, 16, 2, true}, ++seed, with_digest, kScratch,
-                 gpu::kLeastSharedBytes);
+      ValueCase c{256, 8, bits, 0.9f, {5, 700, 20000}, 16, 2, true};
+      check_case(c, ++seed, with_digest, kScratch, gpu::kLeastSharedBytes);
+      c.half = true;
+      check_case(c, ++seed, with_digest, kScratch, gpu::kLeastSharedBytes);
     }
   }
 }
@@ -124,6 +126,9 @@ TEST(CudaAttendTiles, OfLargeBatches) {
   ValueCase c{64, 4, 2, 0.9f, {}, 16, 2, true};
   for (std::int32_t i = 0; i < 24; ++i) c.positions.push_back(37 + i * 113);
   for (const bool with_digest : {false, true}) {
+    c.half = true;
+    check_case(c, testing::seed(300), with_digest);
+    c.half = false;
     check_case(c, testing::seed(300), with_digest);
     ValueProblem problem(c, 1);
     AttendTilesParams one = problem.params();

@@ -60,6 +60,7 @@ class DeviceProblem {
         positions_(upload(problem.positions)),
         heads_(make_pinned_block(problem.heads.size() * sizeof(HeadSelection))),
         sums_(upload(problem.sums)),
+        bases_(upload(problem.bases)),
         out_(upload(problem.out)),
         lse_(upload(problem.lse)),
         pages_read_(make_pinned_block(problem.pages_read.size() * sizeof(std::int32_t))),
@@ -79,6 +80,7 @@ class DeviceProblem {
     p.selected.positions = static_cast<std::int32_t*>(positions_.get());
     p.selected.heads = static_cast<HeadSelection*>(heads_.get());
     p.values.tiles.pages = static_cast<std::byte*>(pages_.get());
+    if (problem_.of().half) p.values.tiles.basis = static_cast<const float*>(bases_.get());
     p.values.slots = static_cast<const std::int32_t*>(table_.get());
     p.value_sums = static_cast<const float*>(sums_.get());
     p.out = static_cast<float*>(out_.get());
@@ -127,6 +129,7 @@ class DeviceProblem {
   DeviceBlock positions_;
   PinnedBlock heads_;
   DeviceBlock sums_;
+  DeviceBlock bases_;
   DeviceBlock out_;
   DeviceBlock lse_;
   PinnedBlock pages_read_;
