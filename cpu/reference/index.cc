@@ -199,9 +199,11 @@ class HeadEstimate {
         if (!indexed(position)) reads.on_key(row(position), key_bytes);
       }
     }
-    if (p_.pages_read == nullptr) return;
-    p_.pages_read[number_ * p_.shape.kv_heads + head_] =
-        parts * static_cast<std::int32_t>(pages.size());
+    const std::int64_t at = number_ * p_.shape.kv_heads + head_;
+    if (p_.pages_read != nullptr) {
+      p_.pages_read[at] = parts * static_cast<std::int32_t>(pages.size());
+    }
+    if (p_.resident != nullptr) p_.resident[at] = resident_candidates();
   }
 
   void write(int g) const {
@@ -223,6 +225,13 @@ class HeadEstimate {
  private:
   bool indexed(std::int64_t position) const {
     return p_.method != Selector::exact && position < token_.page_first();
+  }
+  std::int32_t resident_candidates() const {
+    return static_cast<std::int32_t>(
+        std::count_if(positions_.begin(), positions_.end(), [&](std::int64_t position) {
+          return position < token_.page_first() &&
+                 p_.rows.is_on_device(p_.rows.page(token_.sequence, position / kPageTokens));
+        }));
   }
   // Pages of the index that are read, including those that share a tile.
   std::vector<std::int64_t> pages_read(const ReadPattern& pattern) const {

@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <array>
+#include <span>
 #include <vector>
 
 #include "cpu/runtime/page_digest.h"
@@ -55,14 +56,10 @@ class HeadScan {
   void listed() const {
     const std::int32_t* const at = p_.candidates->positions + place_ * p_.candidates->capacity;
     const std::int64_t count = candidates();
+    if (p_.method == Selector::exact) return listed_rows({at, static_cast<std::size_t>(count)});
     std::vector<float> scratch(static_cast<std::size_t>(group_) * kPageTokens);
     std::int32_t pages = 0;
     for (std::int64_t i = 0; i < count;) {
-      if (p_.method == Selector::exact) {
-        rows(at[i], 1, i);
-        ++i;
-        continue;
-      }
       const std::int64_t page = at[i] / kPageTokens;
       page_to(page, [&](int g) { return scratch.data() + g * kPageTokens; });
       ++pages;
@@ -83,6 +80,17 @@ class HeadScan {
   }
 
  private:
+  void listed_rows(std::span<const std::int32_t> positions) const {
+    std::int32_t resident = 0;
+    std::int64_t to = 0;
+    for (const std::int32_t position : positions) {
+      rows(position, 1, to++);
+      const PageSlots& page = p_.rows.page(token_.sequence, position / kPageTokens);
+      resident += p_.rows.is_on_device(page) ? 1 : 0;
+    }
+    if (p_.resident != nullptr) p_.resident[place_] = resident;
+  }
+
   // Writes the page's digest while its logits are in the cache.
   void note(std::int64_t page) const {
     const PageDigest digest = PageDigest::of(p_.logits.digest, place_ * group_);

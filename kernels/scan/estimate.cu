@@ -48,6 +48,7 @@ EstimateParams call_of(const EstimateParams& p, const Part& part, SelectionView&
     candidates.positions += head * candidates.capacity;
     candidates.heads += head;
     if (p.pages_read != nullptr) of.pages_read += head;
+    if (p.resident != nullptr) of.resident += head;
     of.candidates = &candidates;
   }
   return of;

@@ -4,6 +4,7 @@
 // lane reads 8 consecutive elements of each block of 32 and exchanges nothing with other lanes.
 #include <algorithm>
 
+#include "kernels/runtime/error.h"
 #include "kernels/runtime/paged.cuh"
 #include "kernels/runtime/rows.cuh"
 #include "kernels/scan/channels.cuh"
@@ -586,6 +587,27 @@ void launch_even(const ScanPass& pass, const RowScanArgs& a, int blocks, const L
                 [&](auto row) { launch_kind<decltype(row), kKind>(a, grid, launch); });
 }
 
+// Counts the candidates of a head whose rows are on the device. Launched [kv_heads, tokens].
+__global__ void __launch_bounds__(kQueryThreads)
+    resident_kernel(const __grid_constant__ RowScanArgs a, std::int32_t* resident) {
+  const std::int64_t head = std::int64_t{blockIdx.y} * a.kv_heads + blockIdx.x;
+  const std::int32_t* const positions = a.positions + head * a.position_capacity;
+  const PageSlots* const pages = page_table_of(a.rows, a.tokens[blockIdx.y].sequence);
+  const std::int32_t count = a.candidates[head].count;
+  std::int32_t found = 0;
+  for (std::int32_t first = 0; first < count; first += kQueryThreads) {
+    const std::int32_t i = first + static_cast<std::int32_t>(threadIdx.x);
+    found += __syncthreads_count(i < count && is_on_device(pages[page_of(positions[i])]));
+  }
+  if (threadIdx.x == 0) resident[head] = found;
+}
+
+void count_resident(const RowScanArgs& a, std::int32_t* resident, const Launch& launch) {
+  const dim3 grid(static_cast<unsigned>(a.kv_heads), static_cast<unsigned>(a.token_count));
+  resident_kernel<<<grid, kQueryThreads, 0, launch.stream>>>(a, resident);
+  require_launch("counting resident candidates");
+}
+
 // Grid for heads of up to `units` units each. It has one extra block per head because parts are
 // rounded up.
 dim3 shared_grid(const RowScanArgs& a, std::int64_t units) {
@@ -623,6 +645,10 @@ void scan_candidate_rows(const ScanPass& pass, const Launch& launch) {
   const std::int64_t heads = std::int64_t{a.token_count} * a.kv_heads;
   const std::int64_t units = (a.position_capacity + kUnitRows - 1) / kUnitRows;
   if (units == 0) return;
+  // Once per head, not for every part of its queries.
+  if (pass.estimate->resident != nullptr && pass.first_query == 0) {
+    count_resident(a, pass.estimate->resident, launch);
+  }
   const std::int64_t wave = (a.wave + heads - 1) / heads;
   a.scan_blocks = static_cast<int>(shared_blocks(units, wave));
   launch_even<RowKind::candidates>(pass, a, a.scan_blocks, launch);

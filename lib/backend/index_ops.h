@@ -173,6 +173,8 @@ struct EstimateParams {
   const SelectionView* candidates = nullptr;
   // Reported [count, kv_heads] or null: pages of tiles read for candidates.
   std::int32_t* pages_read = nullptr;
+  // Reported [count, kv_heads] or null: candidates of `exact` whose rows are on the device.
+  std::int32_t* resident = nullptr;
   LogitView logits;  // `stride` is at least the number of a token's logits
 };
 

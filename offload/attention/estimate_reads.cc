@@ -51,18 +51,20 @@ EstimateTraffic EstimateReads::counted(const BatchToken& token, const ScorerCoun
   return traffic;
 }
 
-EstimateTraffic EstimateReads::rescore(const BatchToken& token, const HeadSelection& candidates,
-                                       std::int64_t pages_read, bool scored) const {
+EstimateTraffic EstimateReads::rescore(const BatchToken& token, std::int64_t candidates,
+                                       std::int64_t pages_read, std::int64_t resident,
+                                       bool scored) const {
   EstimateTraffic traffic;
   if (scored) traffic.near += keys(token.count() - token.page_first());
-  if (candidates.count == 0) return traffic;
+  if (candidates == 0) return traffic;
   if (scorer_->reads_rows()) {
-    traffic.near += keys(candidates.count);
+    traffic.near += keys(resident);
+    traffic.far += keys(candidates - resident);
     return traffic;
   }
   KeyTiles tiles;
   tiles.bits = use_.bits;
-  traffic.near += {static_cast<std::uint64_t>(candidates.count),
+  traffic.near += {static_cast<std::uint64_t>(candidates),
                    static_cast<std::uint64_t>(pages_read) * tiles.page_bytes(use_.shape.head_dim)};
   return traffic;
 }

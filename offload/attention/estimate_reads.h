@@ -33,9 +33,10 @@ class EstimateReads {
                        bool whole = true) const;
   // What a scorer was seen to read for a token; rows are those that its memory stands for, too.
   EstimateTraffic counted(const BatchToken& token, const ScorerCount& count) const;
-  // Reads for scoring the candidates again, which read `pages_read` pages of tiles.
-  EstimateTraffic rescore(const BatchToken& token, const HeadSelection& candidates,
-                          std::int64_t pages_read, bool scored) const;
+  // Reads for scoring `candidates` again, which read `pages_read` pages of tiles or, for a scorer
+  // that reads rows, the keys of `resident` candidates where attention reads.
+  EstimateTraffic rescore(const BatchToken& token, std::int64_t candidates, std::int64_t pages_read,
+                          std::int64_t resident, bool scored) const;
 
  private:
   Traffic keys(std::int64_t rows) const;

@@ -74,8 +74,8 @@ SparseAttention::Report SparseAttention::make_report(Backend& backend, const Ind
   }
   report.share = reinterpret_cast<float*>(end);
   report.alpha = report.share + queries;
-  report.pages_read = reinterpret_cast<std::int32_t*>(report.alpha + queries);
-  report.resident = report.pages_read + heads;
+  report.rescored = reinterpret_cast<std::int32_t*>(report.alpha + queries);
+  report.resident = report.rescored + heads;
   report.evicted = report.resident + heads;
   if (layout.keeps_values()) report.value_pages = report.evicted + heads;
   return report;
@@ -334,9 +334,15 @@ void SparseAttention::score_counted(const Scorer& scorer, const Wave& wave, RunS
 void SparseAttention::rescore(const Policy& policy, const Wave& wave) {
   const SelectionView candidates = this->candidates(wave);
   EstimateParams estimate = estimate_params(wave);
-  estimate.method = scorer_of(policy).reads_rows() ? Selector::exact : Selector::int4;
   estimate.candidates = &candidates;
-  estimate.pages_read = report_.pages_read + head_entry(wave.layer, wave.first);
+  std::int32_t* const report = report_.rescored + head_entry(wave.layer, wave.first);
+  if (scorer_of(policy).reads_rows()) {
+    estimate.method = Selector::exact;
+    estimate.resident = report;
+  } else {
+    estimate.method = Selector::int4;
+    estimate.pages_read = report;
+  }
   estimate.logits = {work(wave).candidate_logits.data(), layout_.candidate_stride()};
   queue_->run(estimate);
 
@@ -535,7 +541,10 @@ void SparseAttention::count_estimates(const Step& step, int layer, std::int64_t 
     const std::int64_t entry = head_entry(layer, number) + head;
     const HeadSelection& proposed = seen_.candidate_heads[entry];
     require_number(proposed.bad == 0, layer, head);
-    count.estimates += reads.rescore(token, proposed, seen_.pages_read[entry], !is_early);
+    // The report has one of these; the other is not asked for.
+    const std::int64_t read = seen_.rescored[entry];
+    count.estimates += reads.rescore(token, proposed.count, read,
+                                     tier_ == Tier::host ? proposed.count : read, !is_early);
   }
 }
 

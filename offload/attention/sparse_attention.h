@@ -104,9 +104,9 @@ class SparseAttention {
     float* share = nullptr;                    // [layers, batch, query_heads], of the candidates
     float* alpha = nullptr;                    // [layers, batch, query_heads]
     // All [layers, batch, kv_heads]:
-    std::int32_t* pages_read = nullptr;   // for the candidates
-    std::int32_t* resident = nullptr;     // selected rows on the device
-    std::int32_t* evicted = nullptr;      // rows; written if there is a row cache
+    std::int32_t* rescored = nullptr;  // for the candidates: pages of tiles, or keys on the device
+    std::int32_t* resident = nullptr;  // selected rows on the device
+    std::int32_t* evicted = nullptr;   // rows; written if there is a row cache
     std::int32_t* value_pages = nullptr;  // pages of value tiles; null if there are none
   };
   void allocate_early();

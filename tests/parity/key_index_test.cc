@@ -408,6 +408,35 @@ TEST_P(KeyIndexParity, TellsWhatWasReadForCandidates) {
   }
 }
 
+// Candidates whose pages have a slot on the device, however often their keys are read.
+TEST_P(KeyIndexParity, TellsWhichCandidatesAreOnTheDevice) {
+  const std::uint64_t seed = testing::seed(23);
+  SCOPED_TRACE(testing::seed_message(seed));
+  Random random(seed);
+  const auto sequences = random_sequences(random, shape(), kLengths);
+  IndexedCase index(*backend_, sequences, bits(), seed, rotated());
+  std::int64_t all = 0;
+  std::int64_t resident = 0;
+  for (const EstimateCase& c :
+       estimate_cases(random, shape(), newest_tokens(kLengths), rotated())) {
+    if (c.method != Selector::exact || c.candidates.empty()) continue;
+    index.estimate(c);
+    for (std::size_t head = 0; head < c.candidates.size(); ++head) {
+      const auto& listed = c.candidates[head];
+      const BatchToken& token = c.tokens[head / static_cast<std::size_t>(shape().kv_heads)];
+      const auto expected = std::count_if(listed.begin(), listed.end(), [&](std::int32_t position) {
+        return index.is_on_device(token, position);
+      });
+      all += std::ssize(listed);
+      resident += expected;
+      if (listed.empty()) continue;  // nothing may be written then
+      EXPECT_EQ(index.resident()[head], expected) << "KV head " << head << " of all tokens";
+    }
+  }
+  EXPECT_GT(resident, 0);
+  EXPECT_LT(resident, all);
+}
+
 // The rows of a token's own page alone.
 TEST_P(KeyIndexParity, NewestLogitsAreThoseOfTheRows) {
   Random random(testing::seed(22));

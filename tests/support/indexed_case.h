@@ -91,11 +91,15 @@ class IndexedCase {
     LogitMatrix logits(backend_, rows, p.batch.capacity);
     p.logits = logits.view();
     const Buffer read = upload(backend_, std::vector<std::int32_t>(c.tokens.size() * heads(), -1));
+    const Buffer resident =
+        upload(backend_, std::vector<std::int32_t>(c.tokens.size() * heads(), -1));
     p.pages_read = reinterpret_cast<std::int32_t*>(read.data());
+    p.resident = reinterpret_cast<std::int32_t*>(resident.data());
     backend_.synchronize();
     backend_.queue->run(p);
     const std::vector<float> all = logits.get();
     pages_read_ = download<std::int32_t>(backend_, read);
+    resident_ = download<std::int32_t>(backend_, resident);
     std::vector<std::vector<float>> of_rows;
     for (std::int64_t row = 0; row < rows; ++row) {
       const auto first = all.begin() + row * p.batch.capacity;
@@ -119,8 +123,13 @@ class IndexedCase {
     return all;
   }
 
-  // The page counts that the last estimate reported, [tokens, kv_heads].
+  // What the last estimate reported, [tokens, kv_heads]: pages, and candidates on the device.
   const std::vector<std::int32_t>& pages_read() const { return pages_read_; }
+  const std::vector<std::int32_t>& resident() const { return resident_; }
+
+  bool is_on_device(const BatchToken& token, std::int64_t position) const {
+    return on_device_[static_cast<std::size_t>(token.sequence * pages_ + position / kPageTokens)];
+  }
 
   // The keys that a page's tile holds, [kPageTokens, head_dim], decoded as KeyTiles describes.
   std::vector<double> tile_keys(std::size_t sequence, std::int64_t head, std::int64_t page) {
@@ -221,6 +230,7 @@ class IndexedCase {
       const std::int64_t where = random.integer(0, 2);
       if (where != 1) table[i].device = on_device[i];
       if (where != 0) table[i].host = at_host[i];
+      on_device_.push_back(where != 1);
       const AttentionCase& c = sequences_[i / static_cast<std::size_t>(pages_)];
       const std::size_t first = i % static_cast<std::size_t>(pages_) * page_bytes;
       for (std::size_t head = 0; head < heads(); ++head) {
@@ -272,7 +282,8 @@ class IndexedCase {
   PagedRows rows_;
   KeyIndexView view_;
   std::vector<std::int32_t> slots_;  // [sequences, tiles]
-  std::vector<std::int32_t> pages_read_;
+  std::vector<std::int32_t> pages_read_, resident_;
+  std::vector<bool> on_device_;  // [sequences, pages]
   Buffer device_, host_, table_, slot_table_, codes_, scales_, bounds_, bad_;
 };
 
