@@ -1,6 +1,9 @@
 #include "io/page_store.h"
 
 #include <gtest/gtest.h>
+#include <linux/capability.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -53,6 +56,7 @@ class PageStoreTest : public testing::OnDisk {
     config.stripe_bytes = 4 * kSectorBytes;
     return config;
   }
+  std::string mode() const { return PageStore(config()).descriptions().front(); }
 };
 
 // Every way of access that works here, over one file and over three.
@@ -460,6 +464,84 @@ TEST_F(PageStoreTest, RefusesADirectoryThatIsTooSmallBeforeAnythingElse) {
   settings.region_bytes = std::uint64_t{1} << 22;
   expect_error(ErrorCode::io, parent_.string() + ": needs 1024.0 TiB",
                [&] { PageStore store(settings); });
+}
+
+// Memory of this process that is pinned, in bytes: what io_uring has registered.
+std::uint64_t pinned_bytes() {
+  std::ifstream status("/proc/self/status");
+  std::string name;
+  while (status >> name) {
+    std::uint64_t kilobytes = 0;
+    if (name == "VmPin:" && status >> kilobytes) return kilobytes << 10;
+  }
+  return 0;
+}
+
+// The capability by which root locks as much memory as it likes.
+void drop_capabilities() {
+  __user_cap_header_struct header = {_LINUX_CAPABILITY_VERSION_3, 0};
+  const __user_cap_data_struct none[2] = {};
+  if (::syscall(SYS_capset, &header, none) != 0) std::_Exit(5);
+}
+
+enum class Registers { yes, no, either };
+
+// Writes and reads all of a store whose memory is to be registered. Ends the process: 0 if all
+// bytes are right, and registered or not as they should be.
+[[noreturn]] void use_store(PageStoreConfig settings, Registers registers) {
+  SectorBuffer memory(kRegions * kRegionBytes);
+  settings.arenas = {memory.span()};
+  Random random(1);
+  fill(memory.span(), random);
+  const std::vector<std::byte> expected(memory.span().begin(), memory.span().end());
+  PageStore store(settings);
+  std::vector<PageWrite> writes;
+  std::vector<PageRead> reads;
+  for (std::uint64_t at = 0; at < kRegions * kRegionBytes; at += kRegionBytes) {
+    writes.push_back({at, memory.span().subspan(at, kRegionBytes)});
+    reads.push_back({at, memory.span().subspan(at, kRegionBytes)});
+  }
+  store.write(writes).wait();
+  const bool has_pinned = pinned_bytes() >= memory.span().size();
+  if (registers != Registers::either && has_pinned != (registers == Registers::yes)) {
+    std::_Exit(2);
+  }
+  std::ranges::fill(memory.span(), std::byte{0});
+  store.read(reads, DiskPriority::urgent).wait();
+  std::_Exit(std::ranges::equal(memory.span(), expected) ? 0 : 3);
+}
+
+// Buffers that may not be registered are used as any other memory. Newer kernels count the ring,
+// too: where it has no room, the store takes the next best way of access.
+TEST_F(PageStoreTest, WorksWithLittleOrNoLockedMemory) {
+  if (mode().find("io_uring") == std::string::npos) GTEST_SKIP() << "no io_uring here";
+  constexpr rlim_t kForARing = 512 << 10;
+  static_assert(kForARing < kRegions * kRegionBytes);
+  struct Case {
+    rlim_t limit;
+    DiskAccess access;
+    Registers registers;
+  };
+  for (const Case& c : {Case{RLIM_INFINITY, DiskAccess::uring, Registers::yes},
+                        Case{kForARing, DiskAccess::uring, Registers::no},
+                        Case{0, DiskAccess::automatic, Registers::either}}) {
+    const pid_t child = ::fork();
+    ASSERT_GE(child, 0);
+    if (child == 0) {
+      if (c.limit != RLIM_INFINITY) {
+        const rlimit most = {c.limit, c.limit};
+        if (::setrlimit(RLIMIT_MEMLOCK, &most) != 0) std::_Exit(4);
+        drop_capabilities();
+      }
+      PageStoreConfig settings = config();
+      settings.access = c.access;
+      use_store(settings, c.registers);
+    }
+    int status = 0;
+    ASSERT_EQ(::waitpid(child, &status, 0), child);
+    ASSERT_TRUE(WIFEXITED(status));
+    EXPECT_EQ(WEXITSTATUS(status), 0) << "RLIMIT_MEMLOCK of " << c.limit;
+  }
 }
 
 TEST_F(PageStoreTest, LeavesNoFileWhenKilled) {

@@ -8,40 +8,25 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <string>
 #include <utility>
 
 #include "tests/io/test_files.h"
+#include "tests/support/small_disk.h"
 #include "tests/support/test_disk.h"
 
 namespace sluice {
 namespace {
 
 using testing::expect_error;
+using testing::Mount;
 using testing::TempDir;
 
 class SpillFileOnDisk : public testing::OnDisk {};
 
 constexpr std::uint64_t kMiB = 1 << 20;
-
-// Unmounts when it goes out of scope.
-class Mount {
- public:
-  Mount(const std::filesystem::path& target, bool mounted) : target_(target), mounted_(mounted) {}
-  Mount(const Mount&) = delete;
-  Mount& operator=(const Mount&) = delete;
-  ~Mount() {
-    if (mounted_) ::umount(target_.c_str());
-  }
-  bool mounted() const { return mounted_; }
-
- private:
-  std::filesystem::path target_;
-  bool mounted_;
-};
 
 TEST_F(SpillFileOnDisk, HasNoNameAndReservedSpaceForThisUserOnly) {
   const TempDir dir(parent_);
@@ -153,16 +138,9 @@ TEST_F(SpillFileOnDisk, RefusesADirectoryThatIsReadOnly) {
 }
 
 TEST_F(SpillFileOnDisk, RefusesASmallDiskThatIsFull) {
-  const TempDir dir(parent_);
-  const std::filesystem::path image = dir.path() / "image";
-  const std::filesystem::path mounted = dir.path() / "mounted";
-  std::filesystem::create_directory(mounted);
-  const std::string command = "truncate -s 32M " + image.string() + " && mkfs.ext4 -q -m 0 " +
-                              image.string() + " && mount -o loop " + image.string() + " " +
-                              mounted.string() + " >/dev/null 2>&1";
-  // NOLINTNEXTLINE(bugprone-command-processor): a loop device takes three programs to set up
-  const Mount mount(mounted, std::system(command.c_str()) == 0);
-  if (!mount.mounted()) GTEST_SKIP() << "no loop device can be mounted here";
+  const testing::SmallDisk disk(parent_);
+  if (!disk.mounted()) GTEST_SKIP() << "no loop device can be mounted here";
+  const std::filesystem::path mounted = disk.path();
   expect_error(ErrorCode::io, "mounted: needs 64.0 MiB for spilled rows, and ",
                [&] { SpillFile::create(mounted, 64 * kMiB); });
   {
