@@ -19,10 +19,10 @@
 #include <map>
 #include <optional>
 #include <random>
-#include <set>
 #include <span>
 #include <sstream>
 #include <string>
+#include <thread>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -36,92 +36,34 @@
 #include "tests/support/model_sessions.h"
 #include "tests/support/random.h"
 #include "tests/support/random_checkpoint.h"
+#include "tests/support/small_disk.h"
+#include "tests/support/small_sessions.h"
 #include "tests/support/temp_dir.h"
 #include "tests/support/test_disk.h"
 
 namespace sluice {
 namespace {
 
+using testing::config_of;
 using testing::copy_of;
 using testing::expect_error;
+using testing::go_on;
 using ::testing::HasSubstr;
+using testing::options_for;
 using testing::Random;
+using testing::random_tokens;
 using testing::RandomCheckpoint;
 using testing::TempDir;
+using testing::tightly;
 
 namespace fs = std::filesystem;
 
-constexpr std::int64_t kContext = 1200;
+constexpr std::int64_t kContext = testing::kSmallContext;
 constexpr int kSaved = 700;  // tokens: five pages and a part
 constexpr int kMore = 40;
 
 std::size_t below(Random& random, std::size_t end) {
   return static_cast<std::size_t>(random.integer(0, static_cast<std::int64_t>(end) - 1));
-}
-
-std::vector<TokenId> random_tokens(std::size_t count, std::uint64_t seed) {
-  Random random(seed);
-  std::vector<TokenId> tokens;
-  for (std::size_t i = 0; i < count; ++i) {
-    tokens.push_back(static_cast<TokenId>(below(random, RandomCheckpoint::kVocabulary)));
-  }
-  return tokens;
-}
-
-SessionOptions options_for(const Engine& engine, const std::string& policy, int sequences = 1) {
-  SessionOptions options;
-  options.context = kContext;
-  options.policies = {engine.policy(policy)};
-  options.sequences = sequences;
-  return options;
-}
-
-EngineConfig config_of(const RandomCheckpoint& model) {
-  EngineConfig config;
-  config.model = model.path();
-  config.chunk = 128;
-  config.threads = 1;
-  return config;
-}
-
-bool has_plan(const Engine& engine, const SessionOptions& options, bool on_disk) {
-  try {
-    return engine.plan(options).kv.on_disk == on_disk;
-  } catch (const Error&) {
-    return false;
-  }
-}
-
-// Caps close to the smallest under which there is a plan, with rows on disk or without.
-SessionOptions tightly(const Engine& engine, SessionOptions options, bool on_disk) {
-  constexpr std::uint64_t kLeast = 256 << 10;
-  constexpr std::uint64_t kMost = 64 << 20;
-  // On disk: enough rows that the read buffers take less memory than the rows would.
-  if (on_disk) options.context = 20 * kContext;
-  for (std::uint64_t host = on_disk ? kLeast : kMost; host <= kMost; host += host / 4) {
-    for (std::uint64_t device = kLeast; device <= kMost; device += device / 4) {
-      if (on_disk) options.host_memory = host;
-      options.device_memory = device;
-      if (!has_plan(engine, options, on_disk)) continue;
-      for (std::uint64_t step = device / 8; step > 4096; step /= 2) {
-        options.device_memory = *options.device_memory - step;
-        if (!has_plan(engine, options, on_disk)) *options.device_memory += step;
-      }
-      return options;
-    }
-  }
-  ADD_FAILURE() << "no plan under any cap";
-  return options;
-}
-
-// Logits after every token, prompt part and decoded part.
-std::vector<std::vector<float>> go_on(Session& session, std::span<const TokenId> tokens) {
-  std::vector<std::vector<float>> logits;
-  logits.push_back(copy_of(session.prefill(tokens.first(tokens.size() / 2))));
-  for (const TokenId token : tokens.subspan(tokens.size() / 2)) {
-    logits.push_back(copy_of(session.decode(token)));
-  }
-  return logits;
 }
 
 std::string text_of(const fs::path& path) {
@@ -637,6 +579,101 @@ TEST_F(SavedSessions, KeepTheOldOneWhenSavingFails) {
   EXPECT_EQ(engine.saved_session(directory()).note, "new");
 }
 
+// A disk that is full in its blocks, and one that is full in its inodes.
+TEST_F(SavedSessions, KeepTheOldOneOnAFullDisk) {
+  const auto parent = testing::disk_directory();
+  if (!parent) GTEST_SKIP() << "no directory on a disk; set SLUICE_TEST_DISK";
+  const testing::SmallDisk disk(*parent);
+  if (!disk.mounted()) GTEST_SKIP() << "no loop device can be mounted here";
+  Engine engine = Engine::open(config_of(model_));
+  Session session = engine.new_session(options_for(engine, "dense"));
+  session.prefill(random_tokens(kSaved, 1));
+  const fs::path saved = disk.path() / "session";
+  session.save(saved, "old");
+  const std::uint64_t bytes = fs::file_size(rows_files(saved).at(0));
+  const auto refused = [&] {
+    const auto before = contents(saved);
+    const auto free = fs::space(saved).available;
+    expect_error(ErrorCode::io, saved.string(), [&] { session.save(saved, "new"); });
+    EXPECT_EQ(contents(saved), before);
+    EXPECT_EQ(fs::space(saved).available, free);
+  };
+  // From less than the rows take, one block at a time to what the rows, the manifest and the file
+  // system's own blocks take.
+  constexpr std::uint64_t kBlock = 4096;
+  const fs::path filler = disk.path() / "filler";
+  int refusals = 0;
+  for (std::uint64_t free = bytes / kBlock * kBlock;; free += kBlock) {
+    ASSERT_LT(free, 2 * bytes) << "never saved";
+    fs::remove(filler);
+    const std::uint64_t taken = fs::space(saved).available - free;
+    const int file = ::open(filler.c_str(), O_WRONLY | O_CREAT, 0600);
+    ASSERT_EQ(::fallocate(file, 0, 0, static_cast<off_t>(taken)), 0);
+    ::close(file);
+    try {
+      session.save(saved, "new");
+      break;
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::io) << error.what();
+      EXPECT_EQ(engine.saved_session(saved).note, "old");
+      EXPECT_EQ(contents(saved).size(), 2u);
+      ++refusals;
+    }
+  }
+  EXPECT_GT(refusals, 0);
+  EXPECT_EQ(engine.saved_session(saved).note, "new");
+  fs::remove(filler);
+  std::vector<fs::path> files;
+  while (true) {
+    files.push_back(disk.path() / std::to_string(files.size()));
+    const int file = ::open(files.back().c_str(), O_WRONLY | O_CREAT, 0600);
+    if (file < 0) break;
+    ::close(file);
+  }
+  ASSERT_EQ(errno, ENOSPC);
+  refused();
+  for (const fs::path& file : files) fs::remove(file);
+  session.save(saved, "newest");
+  EXPECT_EQ(engine.load_session(saved, options_for(engine, "dense")).length(), kSaved);
+}
+
+// Whatever the moment, what loads is whole.
+TEST_F(SavedSessions, TruncatedWhileTheyAreLoaded) {
+  const std::uint64_t seed = testing::seed(std::random_device()());
+  SCOPED_TRACE(testing::seed_message(seed));
+  Random random(seed);
+  Engine engine = Engine::open(config_of(model_));
+  save(engine);
+  const SessionOptions options = options_for(engine, "dense");
+  const std::vector<TokenId> more = random_tokens(4, 3);
+  std::vector<std::vector<float>> expected;
+  {
+    Session session = engine.load_session(directory(), options);
+    expected = go_on(session, more);
+  }
+  const std::string good = text_of(rows());
+  int refused = 0;
+  for (int round = 0; round < 40; ++round) {
+    std::jthread cuts([&, wait = random.integer(0, 2000), size = below(random, good.size())] {
+      ::usleep(static_cast<useconds_t>(wait));
+      fs::resize_file(rows(), size);
+    });
+    try {
+      Session session = engine.load_session(directory(), options);
+      EXPECT_EQ(go_on(session, more), expected);
+    } catch (const Error& error) {
+      EXPECT_TRUE(error.code() == ErrorCode::corrupt || error.code() == ErrorCode::io)
+          << error.what();
+      ++refused;
+    }
+    cuts.join();
+    put(rows(), good);
+  }
+  EXPECT_GT(refused, 0);
+  Session session = engine.load_session(directory(), options);
+  EXPECT_EQ(go_on(session, more), expected);
+}
+
 TEST_F(SavedSessions, TellASecondProcess) {
   Engine engine = Engine::open(config_of(model_));
   save(engine);
@@ -671,70 +708,144 @@ TEST_F(SavedSessions, TellASecondProcess) {
   ::close(ready[1]);
 }
 
-// A child saves two sessions in turn until it is killed, every second one while it also spills rows
-// to disk, if there is a disk here. Whatever is there then loads whole.
-TEST_F(SavedSessions, SurviveAKillAtAnyTime) {
-  const std::int64_t kills = number_from("SLUICE_KILLS", 30);
-  const std::uint64_t seed = testing::seed(std::random_device()());
-  SCOPED_TRACE(testing::seed_message(seed));
-  Random random(seed);
-  int leftovers = 0;
-  std::set<std::string> seen;
-  std::map<std::string, std::int64_t> lengths = {{"long", kSaved}, {"short", kSaved / 2}};
-  std::string program = fs::read_symlink("/proc/self/exe").string();
-  Engine engine = Engine::open(config_of(model_));
-  const auto disk = testing::disk_directory();
-  std::string caps;
-  if (disk) {
-    EngineConfig config = config_of(model_);
-    config.disk = DiskConfig{{*disk}, {}};
-    const Engine spilling = Engine::open(config);
-    const SessionOptions options = tightly(spilling, options_for(spilling, "values"), true);
-    caps = std::to_string(*options.device_memory) + " " + std::to_string(*options.host_memory) +
-           " " + disk->string();
+// What a child does when it is killed; of one letter.
+constexpr const char* kPrompt = "p";
+constexpr const char* kSave = "s";
+constexpr const char* kDecode = "d";
+
+// A file from which the parent reads what its child does. It is never empty for long.
+class Progress {
+ public:
+  explicit Progress(const fs::path& path)
+      : file_(::open(path.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0600)) {}
+  void now(const char* what) const {
+    if (::pwrite(file_, what, 1, 0) != 1) ::_exit(3);
   }
-  for (std::int64_t kill = 0; kill < kills; ++kill) {
+
+ private:
+  int file_;  // until the process ends
+};
+
+// What kills found, by what the child was doing.
+struct Kills {
+  std::int64_t of_saves = 0;  // of a child that only saves
+  std::map<std::string, std::int64_t> of_spills;
+  std::int64_t leftovers = 0;  // times that a save had left a file behind
+  std::int64_t none = 0;       // times that nothing had been saved yet
+
+  void print(std::uint64_t seed) {
+    const auto number = [](std::int64_t count) { return static_cast<long long>(count); };
+    std::printf(
+        "SLUICE_SEED=%llu: %lld kills of a process that saves; of one that spills rows, too, %lld "
+        "in a prompt, %lld in decode, %lld in a save; %lld left files of a save behind, %lld came "
+        "before any save\n",
+        static_cast<unsigned long long>(seed), number(of_saves), number(of_spills[kPrompt]),
+        number(of_spills[kDecode]), number(of_spills[kSave]), number(leftovers), number(none));
+  }
+};
+
+// A child saves two sessions in turn until it is killed. Every second one also spills rows to disk,
+// in prompts and in decode steps, if there is a disk here. Whatever is saved then loads whole, and
+// no spilled row is left.
+class KilledProcesses : public SavedSessions {
+ protected:
+  fs::path progress() const { return temp_.path() / "progress"; }
+
+  // Prepares a directory for spilled rows, and the caps of a child that spills.
+  void find_disk() {
+    const auto disk = testing::disk_directory();
+    if (!disk) return;
+    spilled_.emplace(*disk);
+    EngineConfig config = config_of(model_);
+    config.disk = DiskConfig{{spilled_->path()}, {}};
+    const Engine engine = Engine::open(config);
+    const SessionOptions options = tightly(engine, options_for(engine, "values"), true);
+    caps_ = std::to_string(*options.device_memory) + " " + std::to_string(*options.host_memory) +
+            " " + spilled_->path().string();
+  }
+
+  pid_t start(bool spills) const {
+    const std::string program = fs::read_symlink("/proc/self/exe").string();
     const pid_t child = ::fork();
-    ASSERT_GE(child, 0);
-    if (child == 0) {
-      // Another program image, because threads do not survive a fork.
-      ::setenv("SLUICE_SAVE_TO", directory().c_str(), 1);
-      ::setenv("SLUICE_SAVE_FROM", model_.path().c_str(), 1);
-      if (kill % 2 == 1 && disk) ::setenv("SLUICE_SAVE_UNDER", caps.c_str(), 1);
-      const int none = ::open("/dev/null", O_WRONLY);
-      ::dup2(none, STDOUT_FILENO);
-      ::execl(program.c_str(), program.c_str(), "--gtest_also_run_disabled_tests",
-              "--gtest_filter=SavingProcess.DISABLED_SavesForEver", nullptr);
-      ::_exit(1);
-    }
-    // From when the child began to save on, up to some saves.
-    const fs::path begun = temp_.path() / "begun";
-    for (int wait = 0; wait < 2000 && !fs::exists(begun); ++wait) ::usleep(5000);
-    ASSERT_TRUE(fs::exists(begun));
-    ::usleep(static_cast<useconds_t>(below(random, 30000)));
+    if (child != 0) return child;
+    // Another program image, because threads do not survive a fork.
+    ::setenv("SLUICE_SAVE_TO", directory().c_str(), 1);
+    ::setenv("SLUICE_SAVE_FROM", model_.path().c_str(), 1);
+    if (spills) ::setenv("SLUICE_SAVE_UNDER", caps_.c_str(), 1);
+    const int none = ::open("/dev/null", O_WRONLY);
+    ::dup2(none, STDOUT_FILENO);
+    ::execl(program.c_str(), program.c_str(), "--gtest_also_run_disabled_tests",
+            "--gtest_filter=SavingProcess.DISABLED_SavesForEver", nullptr);
+    ::_exit(1);
+  }
+
+  // Kills a child some time after it began its work, and returns what it did.
+  std::string kill_one(bool spills, std::int64_t most_microseconds) {
+    const pid_t child = start(spills);
+    for (int wait = 0; wait < 12000 && text_of(progress()).empty(); ++wait) ::usleep(5000);
+    ::usleep(static_cast<useconds_t>(random_.integer(0, most_microseconds)));
     ::kill(child, SIGKILL);
-    ASSERT_EQ(::waitpid(child, nullptr, 0), child);
-    fs::remove(begun);
-    if (!fs::exists(manifest())) continue;  // killed in its first save
-    leftovers += rows_files(directory()).size() > 1 ? 1 : 0;
+    int status = 0;
+    EXPECT_EQ(::waitpid(child, &status, 0), child);
+    EXPECT_TRUE(WIFSIGNALED(status)) << "the child ended by itself: " << status;
+    const std::string what = text_of(progress());
+    EXPECT_EQ(what.size(), 1u) << "the child did not begin";
+    fs::remove(progress());
+    return what;
+  }
+
+  void expect_whole(Engine& engine) {
+    if (!fs::exists(manifest())) {
+      ++kills_.none;
+      return;
+    }
+    kills_.leftovers += contents(directory()).size() > 2 ? 1 : 0;
     Session loaded = engine.load_session(directory(), options_for(engine, "dense"));
     const std::string note = engine.saved_session(directory()).note;
-    seen.insert(note);
-    EXPECT_EQ(loaded.length(), lengths[note]) << note;
+    EXPECT_EQ(loaded.length(), lengths_[note]) << note;
     loaded.decode(1);
     loaded.save(directory(), "after");
-    lengths["after"] = loaded.length();
+    lengths_["after"] = loaded.length();
     EXPECT_EQ(contents(directory()).size(), 2u) << "a leftover of a killed save";
     EXPECT_EQ(engine.saved_session(directory()).tokens.size(),
               static_cast<std::size_t>(loaded.length()));
   }
-  std::printf("%lld kills, %d left files behind\n", static_cast<long long>(kills), leftovers);
-  EXPECT_FALSE(seen.empty());
+
+  const std::uint64_t seed_ = testing::seed(std::random_device()());
+  Random random_{seed_};
+  std::optional<TempDir> spilled_;
+  std::string caps_;
+  std::map<std::string, std::int64_t> lengths_ = {{"long", kSaved}, {"short", kSaved / 2}};
+  Kills kills_;
+};
+
+TEST_F(KilledProcesses, LeaveWhatWasSavedAndNoSpilledRow) {
+  const std::int64_t kills = number_from("SLUICE_KILLS", 30);
+  SCOPED_TRACE(testing::seed_message(seed_));
+  find_disk();
+  Engine engine = Engine::open(config_of(model_));
+  for (std::int64_t kill = 0; kill < kills && !HasFailure(); ++kill) {
+    const bool spills = kill % 2 == 1 && spilled_;
+    // A few saves, or a prompt, a save and some decode steps.
+    const std::string what = kill_one(spills, spills ? 120'000 : 30'000);
+    ++(spills ? kills_.of_spills[what] : kills_.of_saves);
+    if (spilled_) {
+      EXPECT_TRUE(fs::is_empty(spilled_->path())) << "spilled rows were left";
+    }
+    expect_whole(engine);
+  }
+  kills_.print(seed_);
+  EXPECT_LT(kills_.none, kills);
+  if (!spilled_ || kills < 300) return;
+  for (const char* const what : {kPrompt, kDecode, kSave}) {
+    EXPECT_GT(kills_.of_spills[what], 0) << what;
+  }
 }
 
 // Writes rows to disk and saves them, until the process is killed. `caps`: of the device and of
 // host memory, and the disk's directory.
-[[noreturn]] void spill_and_save(EngineConfig config, const std::string& caps, const fs::path& to) {
+[[noreturn]] void spill_and_save(EngineConfig config, const std::string& caps, const fs::path& to,
+                                 const fs::path& progress) {
   std::istringstream text(caps);
   std::uint64_t device = 0;
   std::uint64_t host = 0;
@@ -747,12 +858,18 @@ TEST_F(SavedSessions, SurviveAKillAtAnyTime) {
   options.context = 20 * kContext;
   options.device_memory = device;
   options.host_memory = host;
-  put(to.parent_path() / "begun", "");
+  const Progress file(progress);
   while (true) {
     for (const bool is_long : {true, false}) {
+      file.now(kPrompt);
       Session session = engine.new_session(options);
       session.prefill(random_tokens(is_long ? kSaved : kSaved / 2, is_long ? 1 : 2));
+      file.now(kSave);
       session.save(to, is_long ? "long" : "short");
+      file.now(kDecode);
+      for (const TokenId token : random_tokens(200, 3)) session.decode(token);
+      // The parent sees that the process ended by itself.
+      if (session.ledger().crossed(Tier::host, Tier::disk).rows == 0) ::_exit(4);
     }
   }
 }
@@ -762,17 +879,19 @@ TEST(SavingProcess, DISABLED_SavesForEver) {
   const char* const to = std::getenv("SLUICE_SAVE_TO");
   const char* const from = std::getenv("SLUICE_SAVE_FROM");
   if (to == nullptr || from == nullptr) GTEST_SKIP() << "a test starts this one";
+  const fs::path progress = fs::path(to).parent_path() / "progress";
   EngineConfig config;
   config.model = from;
   config.threads = 1;
   const char* const caps = std::getenv("SLUICE_SAVE_UNDER");
-  if (caps != nullptr) spill_and_save(config, caps, to);
+  if (caps != nullptr) spill_and_save(config, caps, to, progress);
   Engine engine = Engine::open(config);
   Session longer = engine.new_session(kContext);
   longer.prefill(random_tokens(kSaved, 1));
   Session shorter = engine.new_session(kContext);
   shorter.prefill(random_tokens(kSaved / 2, 2));
-  put(fs::path(to).parent_path() / "begun", "");
+  const Progress file(progress);
+  file.now(kSave);
   while (true) {
     longer.save(to, "long");
     shorter.save(to, "short");
@@ -858,6 +977,30 @@ TEST_F(AttachedSessions, BytesThatChangedEndTheSessionThatWantsThem) {
     expect_error(ErrorCode::corrupt, "does not have the bytes", [&] { go_on(loaded, more_); });
     EXPECT_THROW(loaded.decode(1), Error);
     EXPECT_THROW(loaded.fork(), Error);
+    loaded.recompute();
+    loaded.truncate(kLong);
+    EXPECT_EQ(go_on(loaded, more_), expected);
+    ended.reset();
+    put(rows(), good);
+    Session again = engine_->load_session(directory(), options);
+    EXPECT_EQ(go_on(again, more_), expected);
+  }
+}
+
+TEST_F(AttachedSessions, AFileThatIsTruncatedEndsTheSessionThatWantsItsRows) {
+  for (const std::string policy : {"dense", "select=int4 prune=top_k(400)"}) {
+    SCOPED_TRACE(policy);
+    const SessionOptions options = this->options(policy);
+    const auto expected = save_long(options);
+    const std::string good = text_of(rows());
+    std::optional<Session> ended(engine_->load_session(directory(), options));
+    Session& loaded = *ended;
+    fs::resize_file(rows(), good.size() / 3 + 1000);
+    expect_error(ErrorCode::io, "", [&] { go_on(loaded, more_); });
+    EXPECT_THROW(loaded.decode(1), Error);
+    Session fresh = engine_->new_session(options);
+    fresh.prefill(tokens_);
+    EXPECT_EQ(go_on(fresh, more_), expected);
     loaded.recompute();
     loaded.truncate(kLong);
     EXPECT_EQ(go_on(loaded, more_), expected);

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "sluice/kv_cache.h"
+#include "tests/support/temp_dir.h"
 #include "tests/threads/together.h"
 
 namespace sluice {
@@ -135,6 +136,40 @@ TEST(SharedEngine, LosesSessionsInOtherThreads) {
     answer(engine, "dense", i);
   });
   EXPECT_EQ(engine.memory().device_bytes, 0u);
+}
+
+// Some threads load a session, and fork what they loaded; others fork one that was there before.
+TEST_P(SharedEngine, LoadsWhileOthersFork) {
+  Engine engine = open_engine(16 << 20);
+  const testing::TempDir temp;
+  const SessionOptions options = options_for(GetParam());
+  const auto go_on = [](Session& session) {
+    std::vector<TokenId> tokens = {1};
+    for (int i = 0; i < 6; ++i) tokens.push_back(likeliest(session.decode(tokens.back())));
+    return tokens;
+  };
+  std::vector<Session> roots;
+  for (int i = 0; i < kThreads / 2; ++i) {
+    roots.push_back(engine.new_session(options));
+    roots.back().prefill(prompt_of(1));
+  }
+  roots.front().save(temp.path() / "session");
+  std::vector<TokenId> expected;
+  {
+    Session session = roots.front().fork();
+    expected = go_on(session);
+  }
+  together(kThreads, [&](int i) {
+    for (int round = 0; round < 6; ++round) {
+      std::optional<Session> loaded;
+      if (i % 2 == 1) loaded.emplace(engine.load_session(temp.path() / "session", options));
+      Session fork = loaded ? loaded->fork() : roots[static_cast<std::size_t>(i / 2)].fork();
+      EXPECT_EQ(go_on(fork), expected) << "thread " << i << " round " << round;
+      if (loaded) {
+        EXPECT_EQ(go_on(*loaded), expected) << "thread " << i << " round " << round;
+      }
+    }
+  });
 }
 
 TEST(SharedCache, GivesEveryThreadItsSequence) {
