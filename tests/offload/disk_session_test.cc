@@ -3,11 +3,14 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <cstdint>
 #include <cstdlib>
+#include <iostream>
+#include <map>
 #include <memory>
 #include <optional>
 #include <set>
@@ -337,18 +340,34 @@ TEST_F(DiskSessions, ReadWhileTheLayerBeforeComputes) {
 }
 
 // Counts what a disk was asked for, and breaks it.
+using FaultCounts = std::array<std::uint64_t, testing::kDiskFaults>;
+
 struct Faulty {
   explicit Faulty(std::uint64_t first_seed, double fault_rate)
       : seed(first_seed), rate(fault_rate) {}
 
   DiskFactory factory() {
     return [this](const SpillFile& file, const DiskLimits&, auto) -> std::unique_ptr<Disk> {
-      return std::make_unique<testing::SimulatedDisk>(file.size() / kSectorBytes, seed, rate);
+      return std::make_unique<CountedDisk>(*this, file.size() / kSectorBytes);
     };
   }
 
   std::uint64_t seed;
   double rate;
+  FaultCounts faults{};  // of disks that are gone
+
+ private:
+  struct CountedDisk : testing::SimulatedDisk {
+    CountedDisk(Faulty& its_faulty, std::size_t sectors)
+        : SimulatedDisk(sectors, its_faulty.seed, its_faulty.rate), faulty(its_faulty) {}
+    CountedDisk(const CountedDisk&) = delete;
+    CountedDisk& operator=(const CountedDisk&) = delete;
+    ~CountedDisk() override {
+      for (std::size_t i = 0; i < faults().size(); ++i) faulty.faults[i] += faults()[i];
+    }
+
+    Faulty& faulty;
+  };
 };
 
 // Sessions of one pool on a disk that breaks, each beside a twin in memory. A session may end with
@@ -357,7 +376,11 @@ class FaultySessions : public DiskSessions {
  protected:
   void play(const Policy& policy, std::uint64_t seed) {
     Faulty faulty(seed, 0.02);
-    const KvPlan plan = plan_of(kShape, policy, DeviceTier::shared, 20 << 10);
+    const std::string name = to_string(policy);
+    if (!plans_.contains(name)) {
+      plans_.emplace(name, plan_of(kShape, policy, DeviceTier::shared, 20 << 10));
+    }
+    const KvPlan& plan = plans_.at(name);
     one_ = std::make_shared<KvPool>(backend_.make_queue(), plan, std::span(&policy, 1),
                                     own_scorers(), HostAttender(),
                                     DiskSource{{parent_}, DiskAccess::automatic, faulty.factory()});
@@ -372,10 +395,14 @@ class FaultySessions : public DiskSessions {
       if (kind == 2) truncate();
       decode();
     }
+    twins_.clear();
+    one_.reset();
+    for (std::size_t i = 0; i < faults_.size(); ++i) faults_[i] += faulty.faults[i];
   }
 
   std::uint64_t ended_ = 0;
   std::uint64_t steps_ = 0;
+  FaultCounts faults_{};
 
  private:
   // Runs `body` for twin `at`, which ends if that throws what a disk may throw.
@@ -395,12 +422,20 @@ class FaultySessions : public DiskSessions {
   }
 
   void begin(std::uint64_t seed) {
-    twins_.push_back({KvSession(one_), KvSession(other_), Script(kShape, kContext, seed)});
+    twins_.push_back({KvSession(one_), KvSession(other_), script_of(seed)});
     attempt(twins_.size() - 1, [&](testing::Twins& two) {
       const std::int64_t tokens = random_->integer(200, 600);
       two.script.prefill(two.one, tokens);
       two.script.prefill(two.other, tokens);
     });
+  }
+  // One of a few, because making one takes as long as the steps that it is for.
+  const Script& script_of(std::uint64_t seed) {
+    constexpr std::uint64_t kScripts = 7;
+    for (std::uint64_t i = scripts_.size(); i < kScripts; ++i) {
+      scripts_.emplace_back(kShape, kContext, i);
+    }
+    return scripts_[seed % kScripts];
   }
   std::size_t any() {
     return static_cast<std::size_t>(
@@ -466,6 +501,8 @@ class FaultySessions : public DiskSessions {
   std::shared_ptr<KvPool> other_;
   std::optional<testing::Random> random_;
   std::vector<testing::Twins> twins_;
+  std::vector<Script> scripts_;
+  std::map<std::string, KvPlan> plans_;  // by policy
 };
 
 TEST_F(FaultySessions, EndOrAnswerAsInMemory) {
@@ -481,6 +518,13 @@ TEST_F(FaultySessions, EndOrAnswerAsInMemory) {
     play(policies[seed % std::size(policies)], seed);
     if (HasFatalFailure()) return;
   }
+  std::uint64_t all = 0;
+  for (std::size_t i = 0; i < faults_.size(); ++i) {
+    std::cout << testing::kDiskFaultNames[i] << " " << faults_[i] << ", ";
+    all += faults_[i];
+  }
+  std::cout << "together " << all << " faults in " << runs << " seeds from " << first << " on; "
+            << ended_ << " sessions ended, " << steps_ << " tokens as in memory\n";
   EXPECT_GT(ended_, 0u) << "no fault reached a session";
   EXPECT_GT(steps_, 100u) << "nearly no session survived";
 }

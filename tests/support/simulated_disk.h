@@ -5,8 +5,10 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <mutex>
 #include <random>
 #include <span>
 #include <utility>
@@ -56,7 +58,8 @@ class SimulatedDisk : public Disk {
     return true;
   }
 
-  std::size_t retire(std::span<DiskResult> results, bool) override {
+  std::size_t retire(std::span<DiskResult> results, bool wait) override {
+    if (wait && running_.empty()) sleep();
     for (Running& one : running_) one.rounds -= one.rounds > 0 ? 1 : 0;
     std::size_t count = 0;
     std::int64_t tries = random_.integer(0, 4);
@@ -72,7 +75,11 @@ class SimulatedDisk : public Disk {
     return count;
   }
 
-  void wake() override {}
+  void wake() override {
+    const std::lock_guard lock(mutex_);
+    is_woken_ = true;
+    woken_.notify_one();
+  }
 
   // A fault has touched this sector on the disk since it was last written without one, or a request
   // for it since clear_suspicion().
@@ -82,6 +89,12 @@ class SimulatedDisk : public Disk {
   const std::array<std::uint64_t, kDiskFaults>& faults() const { return faults_; }
 
  private:
+  void sleep() {
+    std::unique_lock lock(mutex_);
+    woken_.wait(lock, [&] { return is_woken_; });
+    is_woken_ = false;
+  }
+
   static constexpr std::uint8_t kOnDisk = 1;
   static constexpr std::uint8_t kOnTheWay = 2;
 
@@ -226,6 +239,9 @@ class SimulatedDisk : public Disk {
   std::vector<std::uint8_t> suspect_;  // [sectors]
   std::vector<Running> running_;
   std::array<std::uint64_t, kDiskFaults> faults_{};
+  std::mutex mutex_;
+  std::condition_variable woken_;
+  bool is_woken_ = false;
 };
 
 }  // namespace sluice::testing
