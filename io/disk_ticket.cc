@@ -24,8 +24,11 @@ void DiskBatch::fail(std::size_t request, const Error& error) {
 
 void DiskBatch::finish_part() {
   if (left_.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
-  const std::lock_guard lock(mutex_);
-  done_ = true;
+  {
+    const std::lock_guard lock(mutex_);
+    done_ = true;
+  }
+  // Not under the lock, for which whoever wakes up would have to sleep again.
   finished_.notify_all();
 }
 

@@ -77,9 +77,11 @@ class UringDisk : public Disk {
       io_uring_cqe* entry = nullptr;
       if (::io_uring_peek_cqe(&ring_, &entry) != 0) break;
       const DiskResult result = {::io_uring_cqe_get_data64(entry), entry->res};
+      const bool goes_on = (entry->flags & IORING_CQE_F_MORE) != 0;
       ::io_uring_cqe_seen(&ring_, entry);
       if (result.tag == kWakeTag) {
-        listen();
+        if (result.result == -EINVAL) polls_on_ = false;
+        if (!goes_on) listen();
       } else {
         results[count++] = result;
       }
@@ -171,8 +173,9 @@ class UringDisk : public Disk {
     }
   }
 
-  // Reads the event again, so that wake() becomes a completion. Its entry is always free: it is the
-  // one that start() leaves.
+  // Polls the event, so that wake() becomes a completion. The entry for it is always free: it is
+  // the one that start() leaves. Newer kernels go on polling, and every wake() is an event then,
+  // whatever the counter is.
   void listen() {
     io_uring_sqe* entry = ::io_uring_get_sqe(&ring_);
     if (entry == nullptr) {
@@ -180,9 +183,11 @@ class UringDisk : public Disk {
       entry = ::io_uring_get_sqe(&ring_);
     }
     check(entry != nullptr, "io_uring: no entry left for the wake-up");
-    ::io_uring_prep_poll_add(entry, kWake, POLLIN);
+    polls_on_ ? ::io_uring_prep_poll_multishot(entry, kWake, POLLIN)
+              : ::io_uring_prep_poll_add(entry, kWake, POLLIN);
     entry->flags |= IOSQE_FIXED_FILE;
     ::io_uring_sqe_set_data64(entry, kWakeTag);
+    if (polls_on_) return;
     std::uint64_t ignored = 0;
     // Empties the counter before the poll begins; a wake() after this ends the next sleep.
     [[maybe_unused]] const ssize_t got = ::read(event_, &ignored, sizeof ignored);
@@ -196,6 +201,7 @@ class UringDisk : public Disk {
   const std::size_t depth_;
   io_uring ring_{};
   int event_ = -1;
+  bool polls_on_ = true;           // 5.13
   std::size_t accepted_ = 0;       // not retired yet
   std::vector<iovec> registered_;  // by address
 };
