@@ -1,6 +1,6 @@
-// Random reads of a page store, beside those of fio (if it is installed) from a file of the same
-// size in the same directory. Both go past the page cache (O_DIRECT), both keep `depth` reads in
-// flight; the store also verifies every sector, fio does not.
+// Random reads of a page store, beside those of fio (if it is installed) from the same file. Both
+// go past the page cache (O_DIRECT), both keep `depth` reads in flight; the store also verifies
+// every sector, fio does not.
 //
 //   disk_bench [--directory DIR] [--size BYTES] [--seconds N] [--access uring|pool]
 //              [--depth N...] [--bytes N...] [--no-fio] [--benchmark_out=FILE ...]
@@ -8,6 +8,7 @@
 // Counters: reads/s; cpu_us, user and system time of the whole process per read; bytes_per_second.
 #include <benchmark/benchmark.h>
 #include <sys/resource.h>
+#include <unistd.h>
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
@@ -107,7 +108,7 @@ class Store {
 void read_store(benchmark::State& state, Store& store, const Settings& settings, std::size_t bytes,
                 std::size_t depth) {
   std::mt19937_64 random(2);
-  const std::size_t batches = std::min<std::size_t>(depth, 4);
+  const std::size_t batches = std::min<std::size_t>(depth, 16);
   const std::size_t in_batch = depth / batches;
   const std::uint64_t places = settings.size / bytes;
   std::size_t slot = 0;
@@ -151,16 +152,30 @@ std::string output_of(const std::string& command) {
   return ::pclose(pipe) == 0 ? text : "";
 }
 
+// The store's file, which has no name, as another process opens it; empty if there is none.
+std::string file_of_store(const std::filesystem::path& directory) {
+  const std::string inside = std::filesystem::canonical(directory).string() + "/";
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+    std::error_code gone;
+    const std::string target = std::filesystem::read_symlink(entry.path(), gone).string();
+    if (target.starts_with(inside) && target.ends_with(" (deleted)")) {
+      return "/proc/" + std::to_string(::getpid()) + "/fd/" + entry.path().filename().string();
+    }
+  }
+  return "";
+}
+
 void read_fio(benchmark::State& state, const Settings& settings, std::size_t bytes,
               std::size_t depth) {
-  const std::string file = (settings.directory / "disk_bench.fio").string();
+  const std::string file = file_of_store(settings.directory);
   const std::string engine = settings.access == "pool" ? "psync" : "io_uring";
-  const std::string command =
-      "fio --name=reads --filename='" + file + "' --size=" + std::to_string(settings.size) +
-      " --rw=randread --direct=1 --norandommap --ioengine=" + engine +
-      " --bs=" + std::to_string(bytes) + " --iodepth=" + std::to_string(depth) +
-      " --time_based --runtime=" + std::to_string(settings.seconds) +
-      "s --output-format=json 2>/dev/null";
+  const std::string command = "fio --name=reads --readonly --filename=" + file +
+                              " --size=" + std::to_string(settings.size) +
+                              " --rw=randread --direct=1 --norandommap --ioengine=" + engine +
+                              " --bs=" + std::to_string(bytes) +
+                              " --iodepth=" + std::to_string(depth) +
+                              " --time_based --runtime=" + std::to_string(settings.seconds) +
+                              "s --output-format=json 2>/dev/null";
   for (auto _ : state) {
     const auto json = nlohmann::json::parse(output_of(command), nullptr, false);
     if (json.is_discarded()) return state.SkipWithError("fio is not installed, or failed");
@@ -209,8 +224,6 @@ int run(int argc, char** argv) {
     std::cerr << "disk_bench: " << error.what() << "\n";
     return 1;
   }
-  std::error_code ignored;
-  std::filesystem::remove(settings.directory / "disk_bench.fio", ignored);
   return 0;
 }
 
