@@ -7,8 +7,10 @@
 #include <array>
 #include <cstdint>
 #include <cstdlib>
+#include <cstring>
 #include <iostream>
 #include <memory>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -185,8 +187,10 @@ class Simulation {
     if (error == nullptr) {
       if (!reads) return;
       EXPECT_TRUE(was_written) << "sector " << request.sector << " came from nowhere";
-      EXPECT_TRUE(
-          std::ranges::equal(request.memory->span(), model_.sectors(request.sector, request.count)))
+      const std::span<const std::byte> bytes = request.memory->span();
+      EXPECT_EQ(std::memcmp(bytes.data(), model_.sectors(request.sector, request.count).data(),
+                            bytes.size()),
+                0)
           << "wrong bytes at sector " << request.sector;
       return;
     }
