@@ -1,6 +1,7 @@
 // Random requests to a disk that fails in every way, held to a plain copy in memory: every read
 // gives the latest bytes or a typed error, errors only where the disk did something wrong, and all
-// of it ends. SLUICE_DISK_SIMULATIONS=N runs N seeds, from SLUICE_SEED on.
+// of it ends. SLUICE_DISK_SIMULATIONS=N runs N seeds, from SLUICE_SEED on. Then sectors that come
+// back damaged, each of which has to be found; SLUICE_DAMAGED_SECTORS=N reads N of them.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -217,15 +218,15 @@ class Simulation {
   Totals& totals_;
 };
 
-std::uint64_t seeds() {
-  const char* const asked = std::getenv("SLUICE_DISK_SIMULATIONS");
-  return asked != nullptr ? std::strtoull(asked, nullptr, 10) : 200;
+std::uint64_t number_from(const char* name, std::uint64_t otherwise) {
+  const char* const asked = std::getenv(name);
+  return asked != nullptr ? std::strtoull(asked, nullptr, 10) : otherwise;
 }
 
 TEST(DiskSimulation, EveryReadIsRightOrATypedError) {
   Totals totals;
   const std::uint64_t first = testing::seed(0);
-  const std::uint64_t count = seeds();
+  const std::uint64_t count = number_from("SLUICE_DISK_SIMULATIONS", 200);
   for (std::uint64_t seed = first; seed < first + count; ++seed) {
     SCOPED_TRACE(testing::seed_message(seed) + " SLUICE_DISK_SIMULATIONS=1");
     // Every fourth seed has no faults, and then nothing may fail.
@@ -243,6 +244,161 @@ TEST(DiskSimulation, EveryReadIsRightOrATypedError) {
   }
   std::cout << "together " << faults << " faults in " << count << " seeds; " << totals.reads
             << " reads, " << totals.corrupt << " corrupt; " << totals.failed << " errors\n";
+}
+
+// A disk that says that all went well and gives back no sector as it was last written, once it is
+// told to.
+class DamagingDisk : public Disk {
+ public:
+  static constexpr std::array kKinds = {"flipped", "swapped", "stale"};
+
+  DamagingDisk(std::size_t sectors, std::uint64_t seed)
+      : random_(seed),
+        sectors_(sectors),
+        bytes_(sectors * kSectorBytes),
+        earlier_(sectors * kSectorBytes) {}
+
+  bool start(const DiskOperation& operation) override {
+    started_.push_back(operation);
+    return true;
+  }
+
+  std::size_t retire(std::span<DiskResult> results, bool) override {
+    std::size_t count = 0;
+    while (count < results.size() && !started_.empty()) {
+      const DiskOperation& operation = started_.back();
+      const iovec& buffer = operation.buffers.front();
+      std::byte* const data = static_cast<std::byte*>(buffer.iov_base);
+      for (std::size_t at = 0; at < buffer.iov_len; at += kSectorBytes) {
+        const std::size_t sector = (operation.offset + at) / kSectorBytes;
+        operation.action == DiskAction::write ? put(sector, data + at) : get(sector, data + at);
+      }
+      results[count++] = {operation.tag, static_cast<std::int64_t>(buffer.iov_len)};
+      started_.pop_back();
+    }
+    return count;
+  }
+
+  void wake() override {}
+
+  bool damages = false;
+  std::array<std::uint64_t, kKinds.size()> damaged{};
+
+ private:
+  void put(std::size_t sector, const std::byte* data) {
+    std::memcpy(earlier(sector), now(sector), kSectorBytes);
+    std::memcpy(now(sector), data, kSectorBytes);
+  }
+
+  void get(std::size_t sector, std::byte* data) {
+    if (!damages) return static_cast<void>(std::memcpy(data, now(sector), kSectorBytes));
+    const std::uint64_t draw = random_.engine()();
+    const std::size_t kind = draw % kKinds.size();
+    const std::size_t other = (sector + 1 + (draw >> 8) % (sectors_ - 1)) % sectors_;
+    std::memcpy(data,
+                kind == 0   ? now(sector)
+                : kind == 1 ? now(other)
+                            : earlier(sector),
+                kSectorBytes);
+    const std::uint64_t bit = (draw >> 32) % (8 * kSectorBytes);
+    if (kind == 0) data[bit / 8] ^= std::byte{1} << static_cast<int>(bit % 8);
+    ++damaged[kind];
+  }
+
+  std::byte* now(std::size_t sector) { return &bytes_[sector * kSectorBytes]; }
+  std::byte* earlier(std::size_t sector) { return &earlier_[sector * kSectorBytes]; }
+
+  Random random_;
+  std::size_t sectors_;
+  std::vector<std::byte> bytes_;
+  std::vector<std::byte> earlier_;  // every sector as it was before its last write
+  std::vector<DiskOperation> started_;
+};
+
+// A queue over it, and what was written.
+class DamagedReads {
+ public:
+  explicit DamagedReads(std::uint64_t seed)
+      : random_(seed), disk_(kSectors, seed + 1), queue_(disk_, sums_, "simulated", {}) {}
+
+  // New bytes in every sector, no two of which are alike.
+  void write() {
+    for (std::size_t i = 0; i < memory_.span().size(); i += sizeof(std::uint64_t)) {
+      const std::uint64_t word = random_.engine()();
+      std::memcpy(&memory_.span()[i], &word, sizeof word);
+    }
+    sums_.set(0, memory_.span());
+    EXPECT_TRUE(run(DiskAction::write, 0, 1).empty());
+  }
+
+  // Reads every second sector, so that none are merged; returns how many were found damaged.
+  std::uint64_t read(std::size_t first) {
+    std::uint64_t found = 0;
+    for (const DiskFailure& failure : run(DiskAction::read, first, 2)) {
+      EXPECT_EQ(failure.error.code(), ErrorCode::corrupt);
+      ++found;
+    }
+    return found;
+  }
+
+  DamagingDisk& disk() { return disk_; }
+
+ private:
+  std::vector<DiskFailure> run(DiskAction action, std::size_t first, std::size_t step) {
+    const std::size_t count = (kSectors - first + step - 1) / step;
+    auto batch = std::make_shared<DiskBatch>(count);
+    for (std::size_t i = 0; i < count; ++i) {
+      const std::size_t sector = first + i * step;
+      DiskRequest request;
+      request.action = action;
+      request.alone = true;
+      request.offset = sector * kSectorBytes;
+      request.sector = sector;
+      request.data = memory_.sectors(sector, 1).data();
+      request.bytes = kSectorBytes;
+      request.batch = batch;
+      request.place = i;
+      queue_.add(std::move(request));
+    }
+    while (!queue_.idle()) queue_.step(false);
+    return DiskTicket(std::move(batch)).failures();
+  }
+
+  Random random_;
+  SectorBuffer memory_{kSectors * kSectorBytes};
+  SectorSums sums_{kRegions, kSectorsPerRegion, 5};
+  DamagingDisk disk_;
+  DiskQueue queue_;
+};
+
+TEST(DamagedSectors, AreFoundEveryOne) {
+  const std::uint64_t seed = testing::seed(1);
+  SCOPED_TRACE(testing::seed_message(seed));
+  const std::uint64_t count = number_from("SLUICE_DAMAGED_SECTORS", 20'000);
+  DamagedReads reads(seed);
+  reads.write();
+  std::uint64_t read = 0;
+  std::uint64_t found = 0;
+  for (std::size_t round = 0; read < count; ++round) {
+    reads.disk().damages = false;
+    reads.write();
+    ASSERT_EQ(reads.read(round % 2), 0u) << "undamaged sectors";
+    reads.disk().damages = true;
+    for (int i = 0; i < 50; ++i) {
+      found += reads.read(static_cast<std::size_t>(i) % 2);
+      read += kSectors / 2;
+    }
+    ASSERT_EQ(found, read);
+  }
+  std::uint64_t damaged = 0;
+  for (std::size_t i = 0; i < DamagingDisk::kKinds.size(); ++i) {
+    std::cout << DamagingDisk::kKinds[i] << " " << reads.disk().damaged[i] << ", ";
+    damaged += reads.disk().damaged[i];
+    EXPECT_GT(reads.disk().damaged[i], 0u);
+  }
+  std::cout << "together " << damaged << " sectors from seed " << seed << " on; " << found
+            << " found\n";
+  EXPECT_EQ(damaged, found);
 }
 
 }  // namespace
