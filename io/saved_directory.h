@@ -93,11 +93,14 @@ class DataFile {
   void commit(std::string_view manifest);
 
  private:
+  void begin_writeback();
+
   const SavedDirectory* directory_;
   std::uint64_t id_ = 0;
   std::string name_;
   Descriptor descriptor_;
   std::uint64_t written_ = 0;
+  std::uint64_t begun_ = 0;  // bytes that the disk was asked to write
   bool is_committed_ = false;
 };
 
