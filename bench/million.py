@@ -213,14 +213,12 @@ def of_steps() -> list[Measured]:
         name = f"H200, 131,072 tokens, bf16, `{policy}`" + (" with 16 rows" if policy == "values" else "")
         time = alone[f"device_memory:24GiB/decode/{policy}/tokens:131072"]
         measured.append(Measured(name, "decode_text_alone_h200.json", time, None, plan))
-    coded = steps("decode_step_coded_h200.json")
-    for bits in (8, 4):
-        for tokens in (32768, 131072):
-            plan = [*BF16, "--machine", "h200", "--context", str(tokens), "--weights", f"int{bits}",
-                    "--policy", values, "--device-memory", "24GiB"]  # fmt: skip
-            time = coded[f"decode_step_coded/values/bits:{bits}/tokens:{tokens}/resident:0"]
-            name = f"H200, {tokens:,} tokens, int{bits}, 16 rows, 4-bit keys, made-up rows"
-            measured.append(Measured(name, "decode_step_coded_h200.json", time, None, plan))
+    for run in read("decode_text_weights_h200.json")["runs"]:
+        tokens = int(run["name"].split("/")[2].removeprefix("tokens:"))
+        plan = [*BF16, "--machine", "h200", "--context", str(tokens), "--weights", run["weights"],
+                "--policy", "values", "--device-memory", "24GiB"]  # fmt: skip
+        name = f"H200, {tokens:,} tokens, {run['weights']}, `values`"
+        measured.append(Measured(name, "decode_text_weights_h200.json", run["real_time"], None, plan))
     return measured
 
 
@@ -267,20 +265,28 @@ def of_prompts(twelve: Path) -> list[Measured]:
     return measured
 
 
-def of_million() -> list[Measured]:
-    run = read("million_8b_h200.json")
-    command = shlex.split(run["command"].split("; ")[1])
-    timings = run["timings"]
-    plan = ["--machine", "h200"]
-    for name in ("--context", "--weights", "--kv-dtype", "--chunk", "--device-memory",
-                 "--host-memory"):  # fmt: skip
-        plan += [name, flag(command, name)]
-    plan += ["--policy", run["policy"]]  # presets of the command may stand for something else
-    name = f"H200, {run['plan']['context']:,} tokens, int4, rows in int8, `{run['policy']}`"
-    return [
-        Measured(name, "million_8b_h200.json", 1e3 * timings["seconds_per_output_token"],
-                 timings["prefill_seconds"], plan)
-    ]  # fmt: skip
+def of_long() -> list[Measured]:
+    measured = []
+    for file in ("million_8b_components_h200.json", "disk_384k_h200.json"):
+        run = read(file)
+        command = shlex.split(run["command"].split("; ")[1])
+        timings = run["timings"]
+        plan = ["--machine", "h200"]
+        for name in ("--context", "--weights", "--kv-dtype", "--chunk", "--device-memory",
+                     "--host-memory"):  # fmt: skip
+            if name in command:
+                plan += [name, flag(command, name)]
+        if "--disk" in command:
+            plan += ["--disk", "/tmp"]
+        plan += ["--policy", run["policy"]]  # presets of the command may stand for something else
+        name = f"H200, {run['plan']['context']:,} tokens, int4, rows in int8, `{run['policy']}`"
+        if "--disk" in command:
+            name += ", rows: disk"
+        measured.append(
+            Measured(name, file, 1e3 * timings["seconds_per_output_token"],
+                     timings["prefill_seconds"], plan)
+        )  # fmt: skip
+    return measured
 
 
 def error(predicted: float, measured: float) -> str:
@@ -298,7 +304,7 @@ def compared(sluice: Sluice) -> list[str]:
                   "vocab_size": 128256, "max_position_embeddings": 8192}  # fmt: skip
         twelve = Path(folder) / "config.json"
         twelve.write_text(json.dumps(config), encoding="utf-8")
-        for measured in (*of_disk(), *of_steps(), *of_prompts(twelve), *of_million()):
+        for measured in (*of_disk(), *of_steps(), *of_prompts(twelve), *of_long()):
             shape = [] if "--shape" in measured.plan else ["--shape", "llama3-8b"]
             plan, why = sluice.plan(*shape, *measured.plan)
             if plan is None:

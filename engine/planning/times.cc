@@ -13,7 +13,7 @@ namespace sluice::planning {
 namespace {
 
 // Shares of a data sheet's rates that kernels reach. Fitted to files in bench/results of an H100
-// and an H200: decode_step_coded_h200, disk_h200, decode_text_alone_h200 (and _h100),
+// and an H200: weights_h200, disk_h200, decode_text_alone_h200 (and _h100),
 // decode_text_million_layers_host_h100, prefill_chunks_h100 (and _h200), sparse_prefill_512k_h200.
 constexpr double kWeightShare = 0.87;     // of the memory's rate, products with one token
 constexpr double kIndexShare = 0.58;      // scans of tiles
@@ -27,8 +27,8 @@ constexpr double kNotHidden = 0.25;
 
 // Decoding codes limits products on GPUs whose memory is fast: weights per clock and
 // multiprocessor.
-constexpr double kInt8Weights = 12.2;
-constexpr double kInt4Weights = 15.4;
+constexpr double kInt8Weights = 14.4;
+constexpr double kInt4Weights = 17.8;
 // Tokens of a KV head that a scan multiplies per clock and multiprocessor, and the same without
 // the instructions of Hopper (slow_bus_h200: `values` with the limits of an RTX 4090).
 constexpr double kScannedTokens = 0.128;
