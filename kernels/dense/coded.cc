@@ -1,7 +1,7 @@
 #include "kernels/dense/coded.h"
 
 #include <algorithm>
-#include <array>
+#include <iterator>
 #include <optional>
 
 #include "kernels/dense/coded_product.h"
@@ -52,7 +52,7 @@ struct RowBytes {
 template <WeightCode kCode>
 RowBytes row_bytes(int columns, int tokens, int warps, bool is_gated) {
   const bool as_digits = tokens <= kMostDigitTokens;
-  const int rings = warps * kRowStages * kStageTiles<kCode> * CodedTile<kCode>::kBytes;
+  const int rings = warps * kRowStages * kRowTiles<kCode> * CodedTile<kCode>::kBytes;
   const int inputs =
       as_digits ? digit_bytes<kCode>(columns, tokens) : element_bytes<kCode>(columns, tokens);
   const int results = 2 * warps * (is_gated ? 2 : 1) * kTileOutputs * tokens *
@@ -76,7 +76,7 @@ std::optional<CodedLaunch> row_launch(const CodedMatrix& weight, std::int64_t to
   while (warps >= least && bytes(warps) + kStaticBytes > device.shared_bytes) --warps;
   if (warps < least) return {};
   // As few warps as share the columns in as many rounds; but enough to load inputs.
-  const int parts = (columns + kStageTiles<kCode> - 1) / kStageTiles<kCode>;
+  const int parts = (columns + kRowTiles<kCode> - 1) / kRowTiles<kCode>;
   const int rounds = (parts + warps - 1) / warps;
   warps = std::min(warps, std::max((parts + rounds - 1) / rounds, kLeastRowWarps));
   CodedLaunch shape;
@@ -133,27 +133,18 @@ LinearParams tokens_of(const LinearParams& all, std::int64_t first, std::int64_t
   return part;
 }
 
-// A shape of tiles_kernel(): `columns` tiles of inputs in shared memory at a time, of which stages
-// have `stage_tiles`.
+// A shape of tiles_kernel(), with `columns` tiles of inputs in shared memory at a time.
 struct TilesShape {
-  int warps, stages, columns, stage_tiles;
+  int warps, stages, columns;
 };
-
 // The first of these that fits is taken. The last one fits every device.
-template <WeightCode kCode>
-inline constexpr std::array<TilesShape, 5> kTilesShapes;
-template <>
-inline constexpr std::array<TilesShape, 5> kTilesShapes<WeightCode::int8> = {
-    {{8, 4, 4, 1}, {8, 4, 2, 1}, {8, 4, 1, 1}, {8, 2, 1, 1}, {4, 2, 1, 1}}};
-template <>
-inline constexpr std::array<TilesShape, 5> kTilesShapes<WeightCode::int4> = {
-    {{8, 4, 4, 2}, {8, 4, 2, 2}, {8, 2, 2, 2}, {8, 2, 1, 1}, {4, 2, 1, 1}}};
+constexpr TilesShape kTilesShapes[] = {{8, 4, 4}, {8, 4, 2}, {8, 4, 1}, {4, 4, 1}, {4, 2, 1}};
 
 // Its shared memory.
 template <WeightCode kCode>
 std::int64_t tiles_bytes(const TilesShape& shape, int tokens) {
   const std::int64_t rings =
-      std::int64_t{shape.warps} * shape.stages * 2 * shape.stage_tiles * CodedTile<kCode>::kBytes;
+      std::int64_t{shape.warps} * shape.stages * 2 * CodedTile<kCode>::kBytes;
   const std::int64_t inputs = std::int64_t{2} * tokens * shared_token_bytes(shape.columns);
   const std::int64_t sums =
       CodedTile<kCode>::kHasOffsets ? std::int64_t{shape.columns} * kTileGroups * tokens * 4 : 0;
@@ -165,14 +156,13 @@ CodedLaunch tiles_launch(CodedProductParams& k, const Launch& launch) {
   CodedLaunch shape;
   shape.token_tiles = k.tokens <= 16 ? 2 : k.tokens <= 32 ? 4 : 8;
   const int tokens = shape.token_tiles * kMmaColumns;
-  const auto& shapes = kTilesShapes<kCode>;
-  const auto fits = std::find_if(shapes.begin(), shapes.end(), [&](const TilesShape& s) {
-    return tiles_bytes<kCode>(s, tokens) + kStaticBytes <= launch.device->shared_bytes;
-  });
-  check(fits != shapes.end(), "coded weights: shared memory");
+  const auto* const fits =
+      std::find_if(std::begin(kTilesShapes), std::end(kTilesShapes), [&](const TilesShape& s) {
+        return tiles_bytes<kCode>(s, tokens) + kStaticBytes <= launch.device->shared_bytes;
+      });
+  check(fits != std::end(kTilesShapes), "coded weights: shared memory");
   shape.warps = fits->warps;
   shape.stages = fits->stages;
-  shape.stage_tiles = fits->stage_tiles;
   k.chunk_columns = fits->columns;
   shape.shared_bytes = static_cast<std::size_t>(tiles_bytes<kCode>(*fits, tokens));
   // As many slices as fill the device, if their results fit in the scratch memory.

@@ -85,7 +85,7 @@ struct LaneInputs {
 // acc += weights times inputs, for kTiles tiles of the same column, which is counted from the first
 // whose inputs are in shared memory.
 template <WeightCode kCode, typename T, int kTiles, int kTokenTiles>
-__device__ __forceinline__ void multiply_stage(const std::byte* tiles, int tile_stride, int column,
+__device__ __forceinline__ void multiply_stage(const std::byte* tiles, int column,
                                                const LaneInputs& in, const std::byte* pairs,
                                                float (&acc)[kTiles][kTokenTiles][4]) {
   using Tile = CodedTile<kCode>;
@@ -99,7 +99,7 @@ __device__ __forceinline__ void multiply_stage(const std::byte* tiles, int tile_
     float2 offset[kTiles];
 #pragma unroll
     for (int m = 0; m < kTiles; ++m) {
-      const std::byte* const tile = tiles + m * tile_stride;
+      const std::byte* const tile = tiles + m * Tile::kBytes;
       decode_group<kCode, T>(tile, group, lane, pairs, a[m]);
       const std::byte* const line = tile + of_row + group * 4;
       scale[m] = __half22float2(*reinterpret_cast<const __half2*>(line));

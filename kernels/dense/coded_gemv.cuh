@@ -56,7 +56,7 @@ class ElementInputs {
   __device__ __forceinline__ void multiply(const std::byte* tile, int column,
                                            float (&acc)[4]) const {
     float(&of_tile)[1][1][4] = reinterpret_cast<float(&)[1][1][4]>(acc);
-    multiply_stage<kCode, T, 1, 1>(tile, 0, column, own_, pairs_, of_tile);
+    multiply_stage<kCode, T, 1, 1>(tile, column, own_, pairs_, of_tile);
   }
 
  private:
@@ -220,7 +220,7 @@ template <WeightCode kCode, typename T, bool kIsGated, typename Inputs>
 __global__ void __launch_bounds__((kMostRowWarps + 1) * kWarp, 1)
     row_kernel(const __grid_constant__ CodedProductParams p) {
   using Tile = CodedTile<kCode>;
-  constexpr int kTiles = kStageTiles<kCode>;
+  constexpr int kTiles = kRowTiles<kCode>;
   using Walk = RowWalk<kIsGated, Tile::kBytes, kTiles>;
   using Ring = TileRing<Walk, 1, kTiles * Tile::kBytes, kRowStages>;
   constexpr int kRows = kIsGated ? 2 : 1;

@@ -25,21 +25,20 @@ __device__ __forceinline__ void store_sum(const CodedProductParams& p, std::int6
   y = p.accumulate ? y + sum : sum;
 }
 
-// The columns of a warp's two rows of tiles, kStageTiles at a time.
-template <int kTileBytes, int kStageTiles>
+// The columns of a warp's two rows of tiles.
+template <int kTileBytes>
 struct ColumnWalk {
   const std::byte* first;
   const std::byte* second;
   int left;  // columns
 
   __device__ int next(const std::byte* (&from)[2]) {
-    const int count = min(left, kStageTiles);
+    if (left-- <= 0) return 0;
     from[0] = first;
     from[1] = second;
-    first += count * kTileBytes;
-    second += count * kTileBytes;
-    left -= count;
-    return count * kTileBytes;
+    first += kTileBytes;
+    second += kTileBytes;
+    return kTileBytes;
   }
 };
 
@@ -63,14 +62,14 @@ __device__ __forceinline__ void fetch_inputs(const CodedProductParams& p, int co
 
 // A block has a part of the outputs, two rows of tiles for each warp, and a slice of the columns.
 // Inputs pass through shared memory in chunks of `chunk_columns` columns.
-template <WeightCode kCode, typename T, int kTokenTiles, int kStages, int kStageTiles>
+template <WeightCode kCode, typename T, int kTokenTiles, int kStages>
 __global__ void __launch_bounds__(kMostTilesWarps* kWarp, 1)
     tiles_kernel(const __grid_constant__ CodedProductParams p) {
   using Tile = CodedTile<kCode>;
   constexpr int kTiles = 2;
   constexpr int kTokens = kTokenTiles * kMmaColumns;
-  using Walk = ColumnWalk<Tile::kBytes, kStageTiles>;
-  using Ring = TileRing<Walk, kTiles, kStageTiles * Tile::kBytes, kStages>;
+  using Walk = ColumnWalk<Tile::kBytes>;
+  using Ring = TileRing<Walk, kTiles, Tile::kBytes, kStages>;
   // The table of pairs, rings, two buffers of inputs, and sums of inputs.
   extern __shared__ __align__(128) std::byte shared[];
   __shared__ std::uint64_t barriers[kMostTilesWarps][kStages];
@@ -125,13 +124,8 @@ __global__ void __launch_bounds__(kMostTilesWarps* kWarp, 1)
     }
     if (!has_tiles) continue;
     in.x = inputs + lane / 4 * token_bytes + lane % 4 * 16;
-    for (int column = 0; column < columns; column += kStageTiles) {
-      const std::byte* const stage = ring.take();
-#pragma unroll 1
-      for (int i = 0; i < min(kStageTiles, columns - column); ++i) {
-        multiply_stage<kCode, T, kTiles, kTokenTiles>(
-            stage + i * Tile::kBytes, kStageTiles * Tile::kBytes, column + i, in, shared, acc);
-      }
+    for (int column = 0; column < columns; ++column) {
+      multiply_stage<kCode, T, kTiles, kTokenTiles>(ring.take(), column, in, shared, acc);
       ring.release();
     }
   }
@@ -184,15 +178,14 @@ void launch_tiles_kernel(const CodedProductParams& params, DType dtype, const Co
   };
   dispatch_rows(dtype, [&](auto element) {
     using T = decltype(element);
-    const auto with_tokens = [&]<int kTokenTiles>() {
-      constexpr int kMost = kStageTiles<kCode>;
-      if (shape.stages > 2) return run(tiles_kernel<kCode, T, kTokenTiles, 4, kMost>);
-      if (shape.stage_tiles == kMost) return run(tiles_kernel<kCode, T, kTokenTiles, 2, kMost>);
-      run(tiles_kernel<kCode, T, kTokenTiles, 2, 1>);
-    };
-    if (shape.token_tiles == 2) return with_tokens.template operator()<2>();
-    if (shape.token_tiles == 4) return with_tokens.template operator()<4>();
-    with_tokens.template operator()<8>();
+    const bool deep = shape.stages > 2;
+    if (shape.token_tiles == 2) {
+      return run(deep ? tiles_kernel<kCode, T, 2, 4> : tiles_kernel<kCode, T, 2, 2>);
+    }
+    if (shape.token_tiles == 4) {
+      return run(deep ? tiles_kernel<kCode, T, 4, 4> : tiles_kernel<kCode, T, 4, 2>);
+    }
+    run(deep ? tiles_kernel<kCode, T, 8, 4> : tiles_kernel<kCode, T, 8, 2>);
   });
 }
 

@@ -53,10 +53,6 @@ inline constexpr int kMmaColumns = 8;
 template <WeightCode kCode>
 inline constexpr int kPairTableBytes = kCode == WeightCode::int4 ? 256 * 128 : 0;
 
-// Neighbouring tiles that are copied as one.
-template <WeightCode kCode>
-inline constexpr int kStageTiles = kCode == WeightCode::int4 ? 2 : 1;
-
 // Bytes from token to token of inputs as elements: 64 beyond a multiple of 128, so that eight lanes
 // of two tokens read different banks.
 __host__ __device__ constexpr int shared_token_bytes(int columns) {
@@ -69,6 +65,9 @@ inline constexpr int kMostDigitTokens = 2;
 inline constexpr int kMostRowTokens = kMmaColumns;
 inline constexpr int kMostRowWarps = 16;
 inline constexpr int kRowStages = 4;
+// Neighbouring tiles of a stage, which are copied as one.
+template <WeightCode kCode>
+inline constexpr int kRowTiles = kCode == WeightCode::int4 ? 2 : 1;
 
 // Bytes from a digit of `columns` tiles' inputs to the next: 32 beyond a multiple of 128, so that
 // lanes of four digits read different banks.

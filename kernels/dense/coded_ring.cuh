@@ -8,8 +8,7 @@ namespace sluice::cuda {
 
 // A warp's ring of stages in shared memory. A stage has kPieces contiguous pieces of up to
 // kPieceBytes; `Walk` says which come next: int next(const std::byte* (&pieces)[kPieces]) returns
-// the bytes of each, 0 if there are no more. Copies of less than some 2 KiB keep a multiprocessor
-// from the memory's rate, however many of them there are.
+// the bytes of each, 0 if there are no more.
 template <typename Walk, int kPieces, int kPieceBytes, int kStages>
 class TileRing {
  public:
