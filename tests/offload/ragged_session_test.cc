@@ -22,6 +22,7 @@
 #include "tests/support/random.h"
 #include "tests/support/script.h"
 #include "tests/support/script_oracle.h"
+#include "tests/support/value_basis.h"
 
 namespace sluice {
 namespace {
@@ -71,10 +72,13 @@ class RaggedSession : public ::testing::TestWithParam<NamedBackend> {
     request.policies = policies;
     request.device_cap = cap;
     request.on = device_->info();
+    request.has_value_basis = true;
     return plan_kv(request);
   }
   std::shared_ptr<KvPool> pool_of(const KvPlan& plan, std::span<const Policy> policies) {
-    return std::make_shared<KvPool>(device_->backend->make_queue(), plan, policies);
+    return std::make_shared<KvPool>(device_->backend->make_queue(), plan, policies, own_scorers(),
+                                    HostAttender(), DiskSource(),
+                                    testing::value_basis_of(plan.shape));
   }
 
   // Rows, queries and outputs of some tokens in the backend's memory.
