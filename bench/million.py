@@ -265,28 +265,21 @@ def of_prompts(twelve: Path) -> list[Measured]:
     return measured
 
 
-def of_long() -> list[Measured]:
-    measured = []
-    for file in ("million_8b_components_h200.json", "disk_384k_h200.json"):
-        run = read(file)
-        command = shlex.split(run["command"].split("; ")[1])
-        timings = run["timings"]
-        plan = ["--machine", "h200"]
-        for name in ("--context", "--weights", "--kv-dtype", "--chunk", "--device-memory",
-                     "--host-memory"):  # fmt: skip
-            if name in command:
-                plan += [name, flag(command, name)]
-        if "--disk" in command:
-            plan += ["--disk", "/tmp"]
-        plan += ["--policy", run["policy"]]  # presets of the command may stand for something else
-        name = f"H200, {run['plan']['context']:,} tokens, int4, rows in int8, `{run['policy']}`"
-        if "--disk" in command:
-            name += ", rows: disk"
-        measured.append(
-            Measured(name, file, 1e3 * timings["seconds_per_output_token"],
-                     timings["prefill_seconds"], plan)
-        )  # fmt: skip
-    return measured
+def of_million() -> list[Measured]:
+    file = "million_8b_components_h200.json"
+    run = read(file)
+    command = shlex.split(run["command"].split("; ")[1])
+    timings = run["timings"]
+    plan = ["--machine", "h200"]
+    for name in ("--context", "--weights", "--kv-dtype", "--chunk", "--device-memory",
+                 "--host-memory"):  # fmt: skip
+        plan += [name, flag(command, name)]
+    plan += ["--policy", run["policy"]]  # presets of the command may stand for something else
+    name = f"H200, {run['plan']['context']:,} tokens, int4, rows in int8, `{run['policy']}`"
+    return [
+        Measured(name, file, 1e3 * timings["seconds_per_output_token"], timings["prefill_seconds"],
+                 plan)
+    ]  # fmt: skip
 
 
 def error(predicted: float, measured: float) -> str:
@@ -304,7 +297,7 @@ def compared(sluice: Sluice) -> list[str]:
                   "vocab_size": 128256, "max_position_embeddings": 8192}  # fmt: skip
         twelve = Path(folder) / "config.json"
         twelve.write_text(json.dumps(config), encoding="utf-8")
-        for measured in (*of_disk(), *of_steps(), *of_prompts(twelve), *of_long()):
+        for measured in (*of_disk(), *of_steps(), *of_prompts(twelve), *of_million()):
             shape = [] if "--shape" in measured.plan else ["--shape", "llama3-8b"]
             plan, why = sluice.plan(*shape, *measured.plan)
             if plan is None:
