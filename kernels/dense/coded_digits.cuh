@@ -3,7 +3,8 @@
 // digits in base 256 relative to the largest input of its tile column (kTileInputs of them), so
 // that codes are multiplied by integers as they are. Digits hold 22 bits below that largest input,
 // more than the f16 or bf16 that they come from; sums over a group are exact. They are added up in
-// f32, times the group's scale and the digit's.
+// f32, times the group's scale and the digit's. An input that is infinite makes NaN of its token's
+// products, as NaN does.
 //
 //   int8   codes are bytes
 //   int4   two byte permutations look a code up, one among the magnitudes of the eight negative

@@ -454,8 +454,8 @@ IndexLayout plan_index(const KvRequest& request) {
   if (layout.halves_values() && !request.has_value_basis) {
     throw Error(ErrorCode::unsupported,
                 "policy: components=half takes the weights of the model's value projection, which "
-                "a KV cache without a model does not have; take components=all, with bits=1 for "
-                "about the same bytes");
+                "a KV cache without a model does not have; take "
+                "compensate=values(bits=1,pages=0.95), which has about the same bytes");
   }
   return layout;
 }

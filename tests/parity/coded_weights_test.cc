@@ -112,11 +112,17 @@ class CodedWeights : public ::testing::TestWithParam<NamedBackend> {
   // fp32, of groups that each have a scale. Every `step`-th token is compared.
   void expect_product(const WeightShape& shape, std::int64_t tokens, bool adds,
                       std::size_t step = 1) {
-    SCOPED_TRACE(::testing::Message() << to_string(shape.format) << ' ' << shape.outputs << " x "
-                                      << shape.inputs << ", " << tokens << " tokens");
+    expect_product_of(random_.normal(tokens * shape.inputs), 1.0f, shape, tokens, adds, step);
+  }
+  // `unit`: the largest inputs are a few times this.
+  void expect_product_of(const std::vector<float>& inputs_of, float unit, const WeightShape& shape,
+                         std::int64_t tokens, bool adds, std::size_t step = 1) {
+    SCOPED_TRACE(::testing::Message()
+                 << to_string(shape.format) << ' ' << shape.outputs << " x " << shape.inputs << ", "
+                 << tokens << " tokens, unit " << unit);
     const Coded coded(random_.normal(shape.outputs * shape.inputs), shape.inputs, shape.format);
     const std::unique_ptr<Weight> weight = written(coded, shape);
-    const std::vector<float> x = rounded(random_.normal(tokens * shape.inputs), compute_);
+    const std::vector<float> x = rounded(inputs_of, compute_);
     const std::vector<float> bias = random_.normal(shape.outputs);
     const std::vector<float> before = random_.normal(tokens * shape.outputs);
     const Buffer device_x = upload(*device_, encoded(x, compute_));
@@ -139,12 +145,12 @@ class CodedWeights : public ::testing::TestWithParam<NamedBackend> {
       if (i / outputs % step != 0) continue;
       const std::size_t o = i % outputs;
       double sum = adds ? double{bias[o]} + before[i] : 0.0;
-      double size = std::abs(sum) + 1.0;
+      double size = std::abs(sum) + double{unit};
       for (std::size_t j = 0; j < inputs; ++j) {
         const double term = double{x[i / outputs * inputs + j]} * coded.weights[o * inputs + j];
         sum += term;
         // Codes are up to 30 times the weights of a group whose offset cancels them.
-        size += std::abs(term) * (tokens > 8 ? rounding * 0x1p24 : 1.0) + 1.0;
+        size += std::abs(term) * (tokens > 8 ? rounding * 0x1p24 : 1.0) + double{unit};
       }
       ASSERT_NEAR(actual[i], sum, 8 * 0x1p-24 * size) << i;
     }
@@ -238,6 +244,59 @@ TEST_P(CodedWeights, LinearIsTheProductByWhatTheCodesStandFor) {
                      tokens % 2 != 0);
     }
     expect_product({1000, 512, format}, 1, true);
+  }
+}
+
+// Inputs of one magnitude, zeros, columns of tiles of several, and one that exceeds its neighbours.
+TEST_P(CodedWeights, InputsOfEveryMagnitude) {
+  constexpr std::int64_t kInputs = 4 * 128;
+  constexpr float kScales[] = {0x1p-110f, 0x1p-30f, 0x1p-14f, 0x1p-3f, 0x1p9f, 0.0f};
+  for (const WeightFormat& format : kFormats) {
+    for (const std::int64_t tokens : {1, 2, 3}) {
+      const WeightShape shape = {50, kInputs, format};
+      const std::vector<float> x = random_.normal(tokens * kInputs);
+      for (const float scale : kScales) {
+        std::vector<float> scaled = x;
+        for (float& number : scaled) number *= scale;
+        expect_product_of(scaled, scale, shape, tokens, false);
+      }
+      std::vector<float> mixed = x;
+      for (std::size_t i = 0; i < mixed.size(); ++i) mixed[i] *= kScales[i / 128 % 4 + 2];
+      expect_product_of(mixed, 0x1p9f, shape, tokens, true);
+      std::vector<float> peaked = x;
+      peaked[131] = -0x1p12f;
+      expect_product_of(peaked, 0x1p12f, shape, tokens, false);
+    }
+  }
+}
+
+// Products of what is not a number are none, and those of other tokens stay.
+TEST_P(CodedWeights, InputsThatAreNoNumbersReachEveryOutput) {
+  constexpr std::int64_t kInputs = 3 * 128;
+  constexpr std::int64_t kOutputs = 50;
+  for (const WeightFormat& format : kFormats) {
+    const Coded coded(random_.normal(kOutputs * kInputs), kInputs, format);
+    const std::unique_ptr<Weight> weight = written(coded, {kOutputs, kInputs, format});
+    for (const float strange :
+         {std::numeric_limits<float>::quiet_NaN(), -std::numeric_limits<float>::infinity()}) {
+      for (const std::int64_t tokens : {1, 2, 3}) {
+        SCOPED_TRACE(::testing::Message() << to_string(format) << " " << strange << ", " << tokens);
+        std::vector<float> x = random_.normal(tokens * kInputs);
+        x[static_cast<std::size_t>((tokens - 1) * kInputs + 200)] = strange;
+        const Buffer device_x = upload(*device_, encoded(x, compute_));
+        const Buffer y = upload(*device_, random_.normal(tokens * kOutputs));
+        LinearParams p;
+        p.x = {device_x.data(), compute_, tokens, kInputs, kInputs};
+        p.weight = weight.get();
+        p.y = {y.data(), DType::f32, tokens, kOutputs, kOutputs};
+        device_->queue->run(p);
+        const std::vector<float> actual = testing::values_of(*device_, y, DType::f32);
+        for (std::size_t i = 0; i < actual.size(); ++i) {
+          const bool is_last = static_cast<std::int64_t>(i) / kOutputs == tokens - 1;
+          ASSERT_EQ(std::isfinite(actual[i]), !is_last) << i;
+        }
+      }
+    }
   }
 }
 

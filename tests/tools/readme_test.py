@@ -19,7 +19,6 @@ COMMANDS = ("generate", "chat", "serve", "eval", "bench", "calibrate", "info", "
 CHECKPOINT = {"chat_template.json", "generation_config.json", "tokenizer_config.json",
               "special_tokens_map.json", "added_tokens.json"}  # fmt: skip
 MADE_UP = {"NAME", "DIR", "FILE", "SUBJECT"}
-# Presets in tables of files that were made when they had other lines.
 
 
 def anchor(heading: str) -> str:
