@@ -44,33 +44,43 @@ const Matrix& source_of(const LinearChain& chain) {
   return chain.cast ? chain.cast->from : chain.linear.x;
 }
 
+// What row_kernel() computes beside the product.
+struct RowKind {
+  bool is_gated;
+  bool is_cast;  // or normalised before
+};
+
+RowKind kind_of(const LinearChain& chain) {
+  return {chain.swiglu.has_value(), chain.norm.has_value() || chain.cast.has_value()};
+}
+
 // Shared memory of row_kernel(): rings and inputs before the results, and all of it.
 struct RowBytes {
   int results;
   int all;
 };
 template <WeightCode kCode>
-RowBytes row_bytes(int columns, int tokens, int warps, bool is_gated) {
+RowBytes row_bytes(int columns, int tokens, int warps, const RowKind& kind) {
   const bool as_digits = tokens <= kMostDigitTokens;
   const int rings = warps * kRowStages * kRowTiles<kCode> * CodedTile<kCode>::kBytes;
   const int inputs =
       as_digits ? digit_bytes<kCode>(columns, tokens) : element_bytes<kCode>(columns, tokens);
-  const int results = 2 * warps * (is_gated ? 2 : 1) * kTileOutputs * tokens *
+  const int results = 2 * warps * (kind.is_gated ? 2 : 1) * kTileOutputs * tokens *
                       (as_digits ? kDigits : 1) * static_cast<int>(sizeof(float));
-  const int elements = tokens == 1 ? columns * kTileInputs * 2 : 0;  // of inputs to be cast
+  const int elements = kind.is_cast ? columns * kTileInputs * 2 : 0;  // of one token
   return {rings + inputs, rings + inputs + std::max(results, elements)};
 }
 
 // The launch of row_kernel(), or none if its inputs leave less room than `least` warps need.
 template <WeightCode kCode>
-std::optional<CodedLaunch> row_launch(const CodedMatrix& weight, std::int64_t tokens, bool is_gated,
-                                      int least, const DeviceLimits& device) {
+std::optional<CodedLaunch> row_launch(const CodedMatrix& weight, std::int64_t tokens,
+                                      const RowKind& kind, int least, const DeviceLimits& device) {
   if (tokens > kMostRowTokens || weight.tile_columns() > device.shared_bytes / kTileInputs) {
     return {};
   }
   const auto columns = static_cast<int>(weight.tile_columns());
   const auto bytes = [&](int warps) {
-    return row_bytes<kCode>(columns, static_cast<int>(tokens), warps, is_gated).all;
+    return row_bytes<kCode>(columns, static_cast<int>(tokens), warps, kind).all;
   };
   int warps = kMostRowWarps;
   while (warps >= least && bytes(warps) + kStaticBytes > device.shared_bytes) --warps;
@@ -80,17 +90,17 @@ std::optional<CodedLaunch> row_launch(const CodedMatrix& weight, std::int64_t to
   const int rounds = (parts + warps - 1) / warps;
   warps = std::min(warps, std::max((parts + rounds - 1) / rounds, kLeastRowWarps));
   CodedLaunch shape;
-  const std::int64_t rows = weight.tile_rows() / (is_gated ? 2 : 1);
+  const std::int64_t rows = weight.tile_rows() / (kind.is_gated ? 2 : 1);
   shape.blocks = static_cast<int>(std::min<std::int64_t>(device.multiprocessors, rows));
   shape.warps = warps;
   shape.shared_bytes = static_cast<std::size_t>(bytes(warps));
   return shape;
 }
 
-std::optional<CodedLaunch> row_launch(const CodedMatrix& weight, std::int64_t tokens, bool is_gated,
-                                      int least, const DeviceLimits& device) {
+std::optional<CodedLaunch> row_launch(const CodedMatrix& weight, std::int64_t tokens,
+                                      const RowKind& kind, int least, const DeviceLimits& device) {
   return dispatch_code(weight.code, [&]<WeightCode kCode>() {
-    return row_launch<kCode>(weight, tokens, is_gated, least, device);
+    return row_launch<kCode>(weight, tokens, kind, least, device);
   });
 }
 
@@ -118,7 +128,8 @@ CodedProductParams product_params(const LinearParams& p, const CodedMatrix& weig
 void run_rows(CodedProductParams params, WeightCode code, DType dtype, bool is_gated,
               const CodedLaunch& shape, const Launch& launch) {
   dispatch_code(code, [&]<WeightCode kCode>() {
-    params.results = row_bytes<kCode>(params.columns, params.tokens, shape.warps, is_gated).results;
+    const RowKind kind = {is_gated, params.is_cast};
+    params.results = row_bytes<kCode>(params.columns, params.tokens, shape.warps, kind).results;
     launch_row_kernel<kCode>(params, dtype, is_gated, shape, launch);
   });
 }
@@ -193,14 +204,14 @@ bool coded_chain_supported(const LinearChain& chain, const CodedMatrix& weight,
   if (!is_aligned(from.data) || (chain.norm && !is_aligned(chain.norm->weight))) return false;
   // The gate's rows of tiles must not end within one.
   if (chain.swiglu && weight.outputs % (2 * kTileOutputs) != 0) return false;
-  return row_launch(weight, 1, chain.swiglu.has_value(), kLeastOneTokenWarps, device).has_value();
+  return row_launch(weight, 1, kind_of(chain), kLeastOneTokenWarps, device).has_value();
 }
 
 void coded_chain(const LinearChain& chain, const CodedMatrix& weight, const Launch& launch) {
   const LinearParams& p = chain.linear;
   CodedProductParams k = product_params(p, weight);
   k.x = static_cast<const std::byte*>(source_of(chain).data);
-  k.is_cast = chain.norm || chain.cast;
+  k.is_cast = kind_of(chain).is_cast;
   if (chain.norm) {
     k.norm = chain.norm->weight;
     k.epsilon = chain.norm->epsilon;
@@ -212,8 +223,7 @@ void coded_chain(const LinearChain& chain, const CodedMatrix& weight, const Laun
     k.y_stride = chain.swiglu->y.stride;
     k.outputs = chain.swiglu->y.columns;
   }
-  const auto shape =
-      row_launch(weight, 1, chain.swiglu.has_value(), kLeastOneTokenWarps, *launch.device);
+  const auto shape = row_launch(weight, 1, kind_of(chain), kLeastOneTokenWarps, *launch.device);
   check(shape.has_value(), "coded weights: a chain that is not supported");
   run_rows(k, weight.code, p.x.dtype, chain.swiglu.has_value(), *shape, launch);
 }
@@ -224,7 +234,7 @@ bool multiply_tiles_supported(const LinearParams& p) {
 
 void multiply_tiles(const LinearParams& p, const CodedMatrix& weight, const Launch& launch) {
   const int least = p.x.rows == 1 ? kLeastOneTokenWarps : kLeastRowWarps;
-  if (const auto shape = row_launch(weight, p.x.rows, false, least, *launch.device)) {
+  if (const auto shape = row_launch(weight, p.x.rows, {}, least, *launch.device)) {
     return run_rows(product_params(p, weight), weight.code, p.x.dtype, false, *shape, launch);
   }
   for (std::int64_t first = 0; first < p.x.rows; first += kPassTokens) {
