@@ -24,7 +24,7 @@ constexpr std::size_t kUnpackedBytes = std::size_t{56} << 20;
 // Outputs of decoded parts, where that many fit: every tile size of cuBLAS divides them.
 constexpr std::int64_t kPartOutputs = 2048;
 
-constexpr int kStaticBytes = 2048;  // barriers, block sums, and what the system takes
+constexpr int kStaticBytes = 1024;  // barriers and block sums; the system takes its part beside
 // Fewer warps leave the memory idle. GPUs whose shared memory has room for no more have less
 // bandwidth, and one token's inputs leave more room on all others.
 constexpr int kLeastRowWarps = 8;
