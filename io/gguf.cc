@@ -13,7 +13,7 @@
 namespace sluice {
 namespace {
 
-constexpr std::uint32_t kVersion = 3;
+constexpr std::uint32_t kGgufVersion = 3;
 constexpr std::uint64_t kMaxKeys = 1 << 16;
 constexpr std::uint64_t kMaxTensors = 1 << 17;  // the largest files in use have some thousands
 constexpr std::size_t kMaxKeyBytes = 1024;
@@ -118,10 +118,10 @@ void require_gguf(HeaderReader& header, const File& file) {
     throw_corrupt(file.path(), "is no GGUF file: it begins with " + in_quotes(start.substr(0, 4)));
   }
   const auto version = header.number<std::uint32_t>("the version");
-  if (version == __builtin_bswap32(kVersion) || version == __builtin_bswap32(2)) {
+  if (version == __builtin_bswap32(kGgufVersion) || version == __builtin_bswap32(2)) {
     throw_unsupported(file.path(), "is a big-endian GGUF file; take the little-endian one");
   }
-  if (version != kVersion) {
+  if (version != kGgufVersion) {
     throw_unsupported(file.path(), "is GGUF version " + std::to_string(version) +
                                        ", but Sluice reads version 3; convert the model again");
   }

@@ -1,9 +1,11 @@
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstdio>
 #include <memory>
 #include <string>
 
+#include "io/disk_rates.h"
 #include "lib/bytes.h"
 #include "lib/text.h"
 #include "sluice/errors.h"
@@ -68,6 +70,14 @@ std::string describe(const DeviceTopology& device) {
          " of rows or more\n";
 }
 
+std::string describe(const DiskRates& disk) {
+  std::string text;
+  for (const std::string& line : disk.descriptions) text += "disk               " + line + "\n";
+  return text + "disk               reads " + std::to_string(std::llround(disk.sectors)) +
+         " times 4 KiB a second, " + gigabytes_per_second(disk.pages) + " in 64 KiB, writes " +
+         gigabytes_per_second(disk.written) + ", over " + format_bytes(disk.bytes) + "\n";
+}
+
 // A device that cannot be used is reported with the reason instead of an error.
 std::string describe_if_there(const std::string& device) {
   try {
@@ -87,12 +97,17 @@ Command add_topology(CLI::App& app) {
       ->capture_default_str();
   const auto device = std::make_shared<std::string>();
   app.add_option("--device", *device, "GPU to show: cuda or cuda:N; the first without it");
-  return [size, device] {
+  const auto disk = std::make_shared<std::string>();
+  app.add_option("--disk", *disk,
+                 "a directory that is to hold rows: show how it is read, and measure it with a "
+                 "file of --size that has no name");
+  return [size, device, disk] {
     const std::uint64_t wanted = parse_bytes(*size, "--size");
     const std::string gpu =
         device->empty() ? describe_if_there("cuda") : describe(detect_device(*device));
     const Topology topology = detect_topology();
-    print(describe(topology) + gpu);
+    const std::string rates = disk->empty() ? "" : describe(measure_disk(*disk, wanted));
+    print(describe(topology) + gpu + rates);
     const std::uint64_t bytes = std::min(wanted, topology.available_bytes / 4);
     if (bytes == 0) return 0;
     print(describe(measure_bandwidth(1, bytes), bytes));

@@ -339,6 +339,14 @@ class Generate(unittest.TestCase):
         self.assertEqual(topology.returncode, 0, topology.stderr)
         self.assertRegex(topology.stdout, r"(?m)^bandwidth .* GB/s.*, over 16\.0 MiB$")
         self.assertRegex(topology.stdout, r"(?m)^GPU +\S")
+        with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+            measured = sluice("topology", "--size", "16MiB", "--disk", folder)
+            self.assertEqual(measured.returncode, 0, measured.stderr)
+            self.assertRegex(measured.stdout, r"(?m)^disk +" + re.escape(folder))
+            self.assertRegex(measured.stdout, r"(?m)^disk +reads \d+ times 4 KiB a second, .* over 16\.0 MiB$")
+            self.assertEqual(list(Path(folder).iterdir()), [])
+            wrong = sluice("topology", "--size", 0, "--disk", Path(folder) / "missing")
+            self.assertEqual((wrong.returncode, len(wrong.stderr.splitlines())), (3, 1), wrong.stderr)
         for device in ("cpu", "cuda:99", "gpu"):
             wrong = sluice("topology", "--size", 0, "--device", device)
             self.assertIn(wrong.returncode, (2, 5), wrong.stderr)
