@@ -11,28 +11,23 @@
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
-#include <algorithm>
 #include <array>
-#include <chrono>
 #include <cstdio>
 #include <cstdlib>
-#include <deque>
 #include <filesystem>
 #include <iostream>
 #include <map>
 #include <nlohmann/json.hpp>
-#include <random>
 #include <string>
 #include <vector>
 
+#include "io/disk_rates.h"
 #include "io/page_store.h"
 #include "io/sector_buffer.h"
 #include "sluice/errors.h"
 
 namespace sluice {
 namespace {
-
-using Clock = std::chrono::steady_clock;
 
 struct Settings {
   std::filesystem::path directory = std::filesystem::temp_directory_path();
@@ -70,20 +65,9 @@ DiskAccess access_of(const std::string& name) {
 class Store {
  public:
   explicit Store(const Settings& settings) : store_(config(settings)) {
-    std::mt19937_64 random(1);
-    const auto words = memory_.span();
-    for (std::size_t i = 0; i < words.size(); i += 8) {
-      const std::uint64_t word = random();
-      std::copy_n(reinterpret_cast<const std::byte*>(&word), 8, &words[i]);
-    }
-    for (std::uint64_t address = 0; address < settings.size; address += kRegionBytes) {
-      store_.write(std::vector<PageWrite>{{address, words.first(kRegionBytes)}}).wait();
-    }
-    store_.flush().wait();
+    fill_store(store_, settings.size, memory_.span());
     std::cerr << "disk_bench: " << store_.descriptions().front() << "\n";
   }
-
-  static constexpr std::uint64_t kRegionBytes = 16 << 20;
 
   PageStore& operator*() { return store_; }
   std::span<std::byte> memory() { return memory_.span(); }
@@ -92,48 +76,26 @@ class Store {
   PageStoreConfig config(const Settings& settings) {
     PageStoreConfig config;
     config.directories = {settings.directory};
-    config.regions = settings.size / kRegionBytes;
-    config.region_bytes = kRegionBytes;
+    config.regions = settings.size / kFillBytes;
+    config.region_bytes = kFillBytes;
     config.limits.bytes_in_flight = 32 << 20;
     config.access = access_of(settings.access);
     config.arenas = {memory_.span()};
     return config;
   }
 
-  SectorBuffer memory_{kRegionBytes * 2};
+  SectorBuffer memory_{kFillBytes * 2};
   PageStore store_;
 };
 
-// Four batches in flight, of a quarter of the depth each: a cache asks for many rows at a time.
 void read_store(benchmark::State& state, Store& store, const Settings& settings, std::size_t bytes,
                 std::size_t depth) {
-  std::mt19937_64 random(2);
-  const std::size_t batches = std::min<std::size_t>(depth, 16);
-  const std::size_t in_batch = depth / batches;
-  const std::uint64_t places = settings.size / bytes;
-  std::size_t slot = 0;
-  std::deque<DiskTicket> tickets;
-  std::vector<PageRead> reads(in_batch);
-  double done = 0;
   try {
     for (auto _ : state) {
       const double cpu = cpu_seconds();
-      const auto start = Clock::now();
-      const auto end = start + std::chrono::duration<double>(settings.seconds);
-      while (Clock::now() < end) {
-        for (PageRead& read : reads) {
-          const std::size_t slots = store.memory().size() / bytes;
-          read = {random() % places * bytes, store.memory().subspan(slot++ % slots * bytes, bytes)};
-        }
-        if (tickets.size() == batches) {
-          tickets.front().wait();
-          tickets.pop_front();
-          done += static_cast<double>(in_batch);
-        }
-        tickets.push_back((*store).read(reads, DiskPriority::urgent));
-      }
-      const std::chrono::duration<double> seconds = Clock::now() - start;
-      report(state, done, seconds.count(), cpu_seconds() - cpu, bytes);
+      const RandomReads reads =
+          read_at_random(*store, settings.size, bytes, depth, settings.seconds, store.memory());
+      report(state, reads.count, reads.seconds, cpu_seconds() - cpu, bytes);
     }
   } catch (const Error& error) {
     state.SkipWithError(error.what());
@@ -199,7 +161,7 @@ int run(int argc, char** argv) {
   app.add_option("--bytes", settings.bytes)->check(CLI::IsMember({4 << 10, 64 << 10}));
   app.add_flag("!--no-fio", settings.fio);
   CLI11_PARSE(app, argc, argv);
-  settings.size = settings.size / Store::kRegionBytes * Store::kRegionBytes;
+  settings.size = settings.size / kFillBytes * kFillBytes;
   try {
     Store store(settings);
     for (const std::size_t bytes : settings.bytes) {

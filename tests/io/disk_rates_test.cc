@@ -25,8 +25,7 @@ TEST(DiskRates, AreThoseOfTheDirectoryAndLeaveNothingThere) {
   EXPECT_EQ(rates.bytes, 32 * kMiB);
   EXPECT_GT(rates.written, 0.0);
   EXPECT_GT(rates.pages, 0.0);
-  // Reads of a sector and of a page are different numbers, and sectors are not read faster than
-  // pages of sixteen.
+  // Sixteen times the bytes of a page would be another unit.
   EXPECT_GT(rates.sectors, 0.0);
   EXPECT_LT(rates.sectors * kSectorBytes, 16 * rates.pages);
   ASSERT_EQ(rates.descriptions.size(), 1u);
