@@ -28,7 +28,7 @@ void DiskBatch::finish_part() {
     const std::lock_guard lock(mutex_);
     done_ = true;
   }
-  // Not under the lock, for which whoever wakes up would have to sleep again.
+  // After the lock is free, because the thread that wakes up takes it first.
   finished_.notify_all();
 }
 

@@ -295,7 +295,7 @@ void attend_tiles(const AttendTilesParams& p, Threads& threads) {
     bytes += static_cast<std::int64_t>(read.size() * p.values.tiles.page_bytes(p.shape.head_dim));
   }
   firsts.push_back(tasks.size());
-  // [tasks, group, channels], added up in this order, regardless of which task ends first.
+  // [tasks, group, channels], added up in the order of tasks, so that sums do not depend on timing.
   const int channels = p.values.tiles.channels(p.shape.head_dim);
   const auto d = static_cast<std::size_t>(channels);
   const std::size_t size = d * static_cast<std::size_t>(p.shape.group());

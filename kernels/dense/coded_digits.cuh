@@ -13,7 +13,7 @@
 //          bit is set, and all these bytes are positive. The product with the first is subtracted
 //          from that with the second.
 //
-// A digit is a column of the inputs' matrix, of which tensor cores multiply eight at once.
+// Each digit of a token is a column of B, and one mma multiplies eight columns.
 #pragma once
 
 #include "kernels/dense/coded_product.h"

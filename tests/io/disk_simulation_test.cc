@@ -1,7 +1,7 @@
 // Random requests to a disk that fails in every way, held to a plain copy in memory: every read
 // gives the latest bytes or a typed error, errors only where the disk did something wrong, and all
-// of it ends. SLUICE_DISK_SIMULATIONS=N runs N seeds, from SLUICE_SEED on. Then sectors that come
-// back damaged, each of which has to be found; SLUICE_DAMAGED_SECTORS=N reads N of them.
+// of it ends. SLUICE_DISK_SIMULATIONS=N runs N seeds, from SLUICE_SEED on. It also
+// damages sectors, and every one has to be found; SLUICE_DAMAGED_SECTORS=N reads N of them.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -321,7 +321,7 @@ class DamagedReads {
   explicit DamagedReads(std::uint64_t seed)
       : random_(seed), disk_(kSectors, seed + 1), queue_(disk_, sums_, "simulated", {}) {}
 
-  // New bytes in every sector, no two of which are alike.
+  // New bytes in every sector, different in each.
   void write() {
     for (std::size_t i = 0; i < memory_.span().size(); i += sizeof(std::uint64_t)) {
       const std::uint64_t word = random_.engine()();
