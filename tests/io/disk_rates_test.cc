@@ -25,8 +25,8 @@ TEST(DiskRates, AreThoseOfTheDirectoryAndLeaveNothingThere) {
   EXPECT_EQ(rates.bytes, 32 * kMiB);
   EXPECT_GT(rates.written, 0.0);
   EXPECT_GT(rates.pages, 0.0);
-  // Sixteen times the bytes of a page would be another unit.
   EXPECT_GT(rates.sectors, 0.0);
+  // `sectors` counts reads and `pages` bytes: a wrong unit would be off by thousands.
   EXPECT_LT(rates.sectors * kSectorBytes, 16 * rates.pages);
   ASSERT_EQ(rates.descriptions.size(), 1u);
   EXPECT_NE(rates.descriptions.front().find(directory.string()), std::string::npos);
