@@ -15,6 +15,7 @@
 #include <string_view>
 #include <vector>
 
+#include "lib/value_tiles.h"
 #include "sluice/errors.h"
 #include "tests/support/backends.h"
 #include "tests/support/expect.h"
@@ -77,8 +78,18 @@ class RaggedSession : public ::testing::TestWithParam<NamedBackend> {
   }
   std::shared_ptr<KvPool> pool_of(const KvPlan& plan, std::span<const Policy> policies) {
     return std::make_shared<KvPool>(device_->backend->make_queue(), plan, policies, own_scorers(),
-                                    HostAttender(), DiskSource(),
-                                    testing::value_basis_of(plan.shape));
+                                    HostAttender(), DiskSource(), basis());
+  }
+  // The basis of values in the backend's memory.
+  ValueBasis basis() {
+    const ValueBasis on_host = testing::value_basis_of(shape());
+    if (basis_.data() == nullptr) {
+      const std::int64_t floats =
+          shape().layers * shape().kv_heads * ValueTiles::basis_floats(shape().head_dim);
+      basis_ = upload(*device_, std::vector<float>(on_host.data, on_host.data + floats));
+      device_->synchronize();  // the pool's queue does not wait for the device's
+    }
+    return {basis_.floats(), on_host.hash};
   }
 
   // Rows, queries and outputs of some tokens in the backend's memory.
@@ -273,6 +284,7 @@ class RaggedSession : public ::testing::TestWithParam<NamedBackend> {
 
   int layers_ = 3;
   std::unique_ptr<Device> device_;
+  Buffer basis_;
 };
 
 Policy evicting(double tau, const std::string& rest = "select=dense") {
