@@ -22,7 +22,6 @@ constexpr std::size_t kBeyondCache = 256u << 20;
 constexpr int kKvHeads = 8;
 constexpr int kGroup = 4;
 constexpr int kHeadDim = 128;
-constexpr int kSelected = 32;  // per KV head
 constexpr KvShape kShape = {1, kKvHeads* kGroup, kKvHeads, kHeadDim, DType::bf16};
 
 // Deviations of a page's level and of its logits around it. With these, 0.28 of the pages carry 0.9
@@ -64,8 +63,13 @@ __global__ void fill_digest(const __half* logits, std::int64_t stride, std::int6
 // Several layers' tiles, with scales of about 1.
 class Layers {
  public:
-  Layers(int bits, std::int64_t slots) {
+  Layers(int bits, std::int64_t slots, bool has_basis = false) {
     tiles_ = {bits, nullptr, slots};
+    if (has_basis) {
+      basis_ = bench::normal_block<float>(
+          static_cast<std::size_t>(kKvHeads * ValueTiles::basis_floats(kHeadDim)), 0.1f);
+      tiles_.basis = static_cast<const float*>(basis_.get());
+    }
     const std::size_t bytes = tiles_.bytes(kKvHeads, kHeadDim);
     const std::size_t layers = std::clamp<std::size_t>(kBeyondCache / bytes, 1, 16);
     for (std::size_t i = 0; i < layers; ++i) {
@@ -87,6 +91,7 @@ class Layers {
   }
 
  private:
+  DeviceBlock basis_;
   ValueTiles tiles_;
   std::vector<DeviceBlock> blocks_;
   DeviceBlock table_;
@@ -95,8 +100,9 @@ class Layers {
 // A step's tokens, one per sequence.
 class Step {
  public:
-  Step(std::int64_t count, std::int64_t context, bool with_digest)
-      : count_(count), context_(context), pages_(context / kPageTokens) {
+  // `selected`: rows per KV head, at equal distances.
+  Step(std::int64_t count, std::int64_t context, bool with_digest, std::int64_t selected)
+      : count_(count), context_(context), pages_(context / kPageTokens), selected_(selected) {
     const auto heads = static_cast<std::size_t>(count * kKvHeads);
     const std::size_t queries = heads * kGroup;
     std::vector<BatchToken> tokens;
@@ -120,13 +126,12 @@ class Step {
     const float lse = std::log(static_cast<float>(context)) + variance / 2.0f;
     estimated_lse_ = bench::device_copy(std::vector<float>(queries, lse));
     std::vector<std::int32_t> positions;
-    for (std::size_t i = 0; i < heads * kSelected; ++i) {
-      positions.push_back(static_cast<std::int32_t>(static_cast<std::int64_t>(i % kSelected) *
-                                                    context / kSelected));
+    for (std::int64_t i = 0; i < std::ssize(tokens) * kKvHeads * selected; ++i) {
+      positions.push_back(static_cast<std::int32_t>(i % selected * context / selected));
     }
     positions_ = bench::device_copy(positions);
     HeadSelection selection;
-    selection.count = kSelected;
+    selection.count = static_cast<std::int32_t>(selected);
     heads_ = bench::device_copy(std::vector<HeadSelection>(heads, selection));
     sums_ = bench::normal_block<float>(heads * kHeadDim);
     out_ = bench::normal_block<float>(queries * kHeadDim);
@@ -140,7 +145,7 @@ class Step {
     p.batch = {static_cast<const BatchToken*>(tokens_.get()), count_, context_ + 1};
     p.logits = {static_cast<std::byte*>(logits_.get()), context_, digest_};
     p.estimated_lse = static_cast<const float*>(estimated_lse_.get());
-    p.selected = {static_cast<std::int32_t*>(positions_.get()), kSelected,
+    p.selected = {static_cast<std::int32_t*>(positions_.get()), selected_,
                   static_cast<HeadSelection*>(heads_.get())};
     p.value_sums = static_cast<const float*>(sums_.get());
     p.out = static_cast<float*>(out_.get());
@@ -163,6 +168,7 @@ class Step {
   std::int64_t count_;
   std::int64_t context_;
   std::int64_t pages_;
+  std::int64_t selected_;
   DeviceBlock tokens_;
   DeviceBlock logits_;
   DeviceBlock digest_block_;
@@ -176,12 +182,13 @@ class Step {
   DeviceBlock read_;
 };
 
-// Arguments: tokens, context of each, bits, share in hundredths, with a digest.
+// Arguments: tokens, context of each, bits, share in hundredths, with a digest, selected rows, half
+// of the components.
 void attend_value_tiles(benchmark::State& state) {
-  const Step step(state.range(0), state.range(1), state.range(4) != 0);
+  const Step step(state.range(0), state.range(1), state.range(4) != 0, state.range(5));
   const auto bits = static_cast<int>(state.range(2));
   const std::int64_t tiles = (step.pages_of_sequence() + kTilePages - 1) / kTilePages;
-  const Layers layers(bits, tiles * state.range(0));
+  const Layers layers(bits, tiles * state.range(0), state.range(6) != 0);
   AttendTilesParams p = step.params();
   p.share = static_cast<float>(state.range(3)) / 100.0f;
   p.values = layers.view(0, tiles);
@@ -196,9 +203,8 @@ void attend_value_tiles(benchmark::State& state) {
   });
   bench::time_replay(state, replay, runs);
   state.counters["pages"] = step.pages_read() / step.pages();
-  bench::count_rate(
-      state, "bytes",
-      step.pages_read() * static_cast<double>(ValueTiles::page_bytes(bits, kHeadDim)));
+  bench::count_rate(state, "bytes",
+                    step.pages_read() * static_cast<double>(p.values.tiles.page_bytes(kHeadDim)));
 }
 
 // Arguments: pages per KV head, bits.
@@ -226,18 +232,21 @@ void build_value_tiles(benchmark::State& state) {
 }
 
 void attend_shapes(benchmark::internal::Benchmark* bench) {
-  bench->ArgNames({"tokens", "context", "bits", "share", "digest"});
+  bench->ArgNames({"tokens", "context", "bits", "share", "digest", "selected", "half"});
   constexpr std::int64_t kMillion = 1 << 20;
   for (const std::int64_t context : {std::int64_t{32768}, std::int64_t{131072}, kMillion}) {
     for (const std::int64_t share : {90, 100}) {
       // Scans write a digest from 256K tokens on.
-      bench->Args({1, context, 2, share, context >= kMillion / 4 ? 1 : 0});
+      bench->Args({1, context, 2, share, context >= kMillion / 4 ? 1 : 0, 32, 0});
     }
   }
-  bench->Args({1, kMillion, 2, 90, 0});
-  for (const std::int64_t bits : {1, 3, 4}) bench->Args({1, 131072, bits, 90, 0});
-  bench->Args({1, kMillion, 1, 90, 1});
-  for (const std::int64_t tokens : {4, 16}) bench->Args({tokens, 32768, 2, 90, 0});
+  bench->Args({1, kMillion, 2, 90, 0, 32, 0});
+  for (const std::int64_t bits : {1, 3, 4}) bench->Args({1, 131072, bits, 90, 0, 32, 0});
+  bench->Args({1, kMillion, 1, 90, 1, 32, 0});
+  for (const std::int64_t context : {std::int64_t{131072}, kMillion / 2, kMillion}) {
+    bench->Args({1, context, 2, 95, context >= kMillion / 4 ? 1 : 0, 512, 1});
+  }
+  for (const std::int64_t tokens : {4, 16}) bench->Args({tokens, 32768, 2, 90, 0, 32, 0});
   bench->UseManualTime()->Unit(benchmark::kMicrosecond);
 }
 

@@ -76,7 +76,7 @@ TilesCall call_of(const AttendTilesParams& p, const DeviceLimits& device) {
 }
 
 // Places the call's arrays in scratch, each aligned to 16 bytes; returns the bytes they take.
-std::size_t place(TilesCall& c, std::byte* scratch, const DeviceLimits& device) {
+std::size_t place(TilesCall& c, std::byte* scratch) {
   const auto base = reinterpret_cast<std::uintptr_t>(scratch);
   std::size_t used = 0;
   const auto take = [&](auto*& array, std::int64_t count) {
@@ -91,14 +91,13 @@ std::size_t place(TilesCall& c, std::byte* scratch, const DeviceLimits& device) 
     c.weights = PageWeights::in(weights, heads, pages, c.group);
   }
   take(c.partials, heads * c.query_parts * c.splits * partial_floats(c.channels));
-  if (!list_fits(c, device)) take(c.lists, heads * c.query_parts * c.most_pages);
   return used;
 }
 
 std::size_t scratch_of(const AttendTilesParams& p, std::int64_t tokens,
                        const DeviceLimits& device) {
   TilesCall c = call_of(part_of(p, 0, tokens), device);
-  return place(c, nullptr, device);
+  return place(c, nullptr);
 }
 
 std::int64_t most_tokens_at_once(const AttendTilesParams& p) {
@@ -136,7 +135,7 @@ void attend_tiles(const AttendTilesParams& p, const Launch& launch, bool is_besi
   for (std::int64_t first = 0; first < p.batch.count; first += step) {
     const AttendTilesParams part = part_of(p, first, std::min(step, p.batch.count - first));
     TilesCall c = call_of(part, *launch.device);
-    const std::size_t needed = place(c, launch.scratch, *launch.device);
+    const std::size_t needed = place(c, launch.scratch);
     if (needed > launch.scratch_bytes) {
       throw Error(ErrorCode::unsupported,
                   "attending value tiles of " + std::to_string(p.batch.capacity) +

@@ -174,7 +174,9 @@ template <typename Pages>
 __device__ __forceinline__ bool find_page(const BuildArgs<Pages>& a, WholePage& page,
                                           std::int64_t& place) {
   const bool has_page = a.pages.find(static_cast<int>(blockIdx.y), a.row_bytes, page);
-  if (has_page) place = a.to.place_of(page.sequence, page.number);
+  if (has_page) {
+    place = TilePool::place_of(a.to.slot_of(page.sequence, page.number), page.number);
+  }
   wait_for_kernel_before();
   allow_next_kernel();
   return has_page;

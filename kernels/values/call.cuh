@@ -49,9 +49,7 @@ struct TilesCall {
   std::int32_t stages = 0;       // pages in shared memory per reading warp
 
   PageWeights weights;
-  // Scratch: partial results of blocks, and lists of chosen pages that shared memory does not hold.
-  float* partials = nullptr;         // [heads, query_parts, splits, partial_floats()]
-  std::uint16_t* lists = nullptr;    // [heads, query_parts, most_pages], or null
+  float* partials = nullptr;  // scratch: [heads, query_parts, splits, partial_floats()] of blocks
   std::uint32_t* tickets = nullptr;  // [heads, query_parts], zero before and after
 
   __device__ __forceinline__ BatchToken token_of(int head) const { return tokens[head / kv_heads]; }
@@ -65,8 +63,6 @@ __host__ __device__ constexpr std::int64_t partial_floats(int channels) {
   return kTileQueries * (channels + std::int64_t{1});
 }
 
-// Returns true if the list of chosen pages fits in a block's shared memory.
-bool list_fits(const TilesCall& call, const DeviceLimits& device);
 void run_read(const TilesCall& call, const Launch& launch);
 
 }  // namespace sluice::cuda

@@ -196,7 +196,7 @@ __device__ __forceinline__ void write_whole(const TilesCall& c, const BlockPart&
   const int channel = thread % c.head_dim;
   if (first >= step) return;
   float sums[kTileQueries] = {};
-#pragma unroll 8
+#pragma unroll 16
   for (int i = 0; i < c.channels; ++i) {
     const float x = basis[i * c.head_dim + channel];
 #pragma unroll
@@ -237,7 +237,7 @@ __device__ void finish_components(const TilesCall& c, const BlockPart& part, flo
 #pragma unroll 1
   for (int i = thread; i < numbers; i += kReadThreads) {
     float sum = 0.0f;
-#pragma unroll 8
+#pragma unroll 16
     for (int split = 0; split < part.splits; ++split) sum += sums[split * stride + i];
     memory[i] = sum;
   }

@@ -66,22 +66,20 @@ __device__ __forceinline__ void add_page(const TilesCall& c, const std::byte* pa
   }
 }
 
-// Floats of shared memory for the sums of kSumWarps warps, or for those of finish().
+// Bytes of shared memory for the bins of the choice, then for the pages in flight, and last for the
+// sums of kSumWarps warps or for those of finish().
 template <int kBlocks>
-__host__ __device__ constexpr std::size_t sum_floats() {
-  constexpr std::size_t kSums = std::size_t{kSumWarps} * PageSums<kBlocks>::kSize;
-  return kSums > 4 * kReadThreads ? kSums : 4 * kReadThreads;
-}
-
-// Bytes of shared memory for the pages in flight, and later for those sums.
-template <int kBlocks>
-__host__ __device__ constexpr std::size_t ring_bytes(const TilesCall& c) {
+__host__ __device__ constexpr std::size_t shared_bytes(const TilesCall& c) {
   // Lanes without channels read past the last page.
   constexpr std::size_t kBehind = std::size_t{kBlocks} * kBlockChannels * 4;
+  constexpr std::size_t kBins = PageChoice::kBins * sizeof(std::uint32_t);
+  constexpr std::size_t kSums = std::size_t{kSumWarps} * PageSums<kBlocks>::kSize * sizeof(float);
+  constexpr std::size_t kFinished = kReadThreads * sizeof(float4);
+  constexpr std::size_t kMost = kBins > kSums ? kBins : kSums;
+  constexpr std::size_t kBeside = kMost > kFinished ? kMost : kFinished;
   const std::size_t pages =
       static_cast<std::size_t>(c.readers * c.stages * c.values.page_bytes) + kBehind;
-  constexpr std::size_t kSums = sizeof(float) * sum_floats<kBlocks>();
-  return pages > kSums ? pages : kSums;
+  return pages > kBeside ? pages : kBeside;
 }
 
 // Adds up the warps' sums in shared memory, [kSumWarps, PageSums::kSize], for sum_of().
@@ -117,49 +115,75 @@ __device__ void write_partial(const TilesCall& c, const BlockPart& part, const f
   if (thread < part.queries) to.masses[thread] = sum_of<kBlocks>(memory, Sums::mass_place(thread));
 }
 
-// Adds up a warp's share of the listed pages. Warps past c.readers have none.
+// Adds up a warp's share of `count` listed pages.
+template <int kBits, int kBlocks>
+__device__ __forceinline__ void read_listed(const TilesCall& c, const BlockPart& part,
+                                            const PageChoice& pages, int count, float norm,
+                                            PageRing& ring, PageSums<kBlocks>& sums) {
+  const int warp = static_cast<int>(threadIdx.x) / kWarp;
+  const std::int32_t sequence = c.token_of(part.head).sequence;
+  // Entry i of the list: its page, or -1, and the page's slot.
+  const auto page_of = [&](int i) { return i < count ? pages.listed(i) : -1; };
+  const auto slot_of = [&](int page) { return page < 0 ? 0 : c.values.slot_of(sequence, page); };
+  const auto fetch = [&](int page, std::int32_t slot) {
+    const std::int64_t place = TilePool::place_of(slot, page);
+    ring.fetch(page < 0 ? nullptr : c.values.at(part.head % c.kv_heads, place));
+  };
+  int next = warp;
+  for (int stage = 0; stage < c.stages; ++stage, next += c.readers) {
+    fetch(page_of(next), slot_of(page_of(next)));
+  }
+#pragma unroll 1
+  for (int i = warp; i < count; i += c.readers, next += c.readers) {
+    // Looks up the next page to fetch and computes this page's weights while this page arrives.
+    const std::int32_t slot = slot_of(page_of(next));
+    const ColumnWeights w = weigh_page<kBits>(page_logits(c, part, pages.listed(i)), norm);
+    add_page<kBits, kBlocks>(c, ring.take(), w, sums);
+    ring.release();
+    fetch(page_of(next), slot);
+  }
+}
+
+// Adds up a warp's share of the block's pages. Warps past c.readers have none.
 template <int kBits, int kBlocks>
 __device__ __forceinline__ void read_own(const TilesCall& c, const BlockPart& part,
-                                         const PageChoice::Page* list, std::byte* stages,
+                                         PageChoice& pages, std::byte* stages,
                                          PageSums<kBlocks>& sums) {
   __shared__ std::uint64_t barriers[kReadWarps][PageRing::kMostStages];
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
   const std::int64_t row = std::int64_t{part.head} * c.group + part.first_query;
   const float norm = __ldcg(c.lse + row + min(lane / 4, part.queries - 1)) * kLog2E;
-  const std::int32_t sequence = c.token_of(part.head).sequence;
   const auto page_bytes = static_cast<int>(c.values.page_bytes);
-  const auto page_at = [&](int i) -> const std::byte* {
-    if (i >= part.chosen) return nullptr;
-    return c.values.at(part.head % c.kv_heads, c.values.place_of(sequence, list[i]));
-  };
-  if (warp >= c.readers) return;
-  PageRing ring(stages + warp * c.stages * page_bytes, c.stages, page_bytes, barriers[warp]);
-  const int step = part.splits * c.readers;
-  int i = warp * part.splits + part.split;
-  for (int stage = 0; stage < c.stages; ++stage) ring.fetch(page_at(i + stage * step));
+  PageRing ring(stages + min(warp, c.readers - 1) * c.stages * page_bytes, c.stages, page_bytes,
+                barriers[warp]);
+  int left = (part.chosen - part.split + part.splits - 1) / part.splits;
+  pages.list(part.split, part.splits);
 #pragma unroll 1
-  for (; i < part.chosen; i += step) {
-    // Looks up the next page to fetch and computes this page's weights while this page arrives.
-    const std::byte* const next = page_at(i + c.stages * step);
-    const ColumnWeights w = weigh_page<kBits>(page_logits(c, part, list[i]), norm);
-    add_page<kBits, kBlocks>(c, ring.take(), w, sums);
-    ring.release();
-    ring.fetch(next);
+  for (int round = 1;; ++round) {
+    __syncthreads();
+    const int count = min(left, PageChoice::kMostListed);
+    if (warp < min(c.readers, count)) {
+      read_listed<kBits>(c, part, pages, count, norm, ring, sums);
+    }
+    left -= count;
+    if (left == 0) return;
+    __syncthreads();
+    pages.list_later(part.split, part.splits, round);
   }
 }
 
-// Blocks per multiprocessor, as registers allow.
+// Blocks per multiprocessor, and registers of their threads: beside these blocks one of a kernel
+// that begins early still has room, such as the dense product that loads its weights meanwhile.
 template <int kBlocks>
 constexpr int kBlocksAtOnce = kBlocks <= 4 ? 2 : 1;
+template <int kBlocks>
+constexpr int kMostRegisters = kBlocks <= 4 ? 112 : 224;
 
 template <int kBits, int kBlocks>
-__global__ void __launch_bounds__(kReadThreads, kBlocksAtOnce<kBlocks>)
+__global__ void __maxnreg__(kMostRegisters<kBlocks>)
     read_pages(const __grid_constant__ TilesCall c) {
-  // Holds, one after the other, the pages' weights if all would fit, the warps' stages, and their
-  // sums. The list of chosen pages comes after them, unless it is in scratch: then the blocks of a
-  // head share it, and each writes the entries that it reads.
-  extern __shared__ float4 memory[];
+  extern __shared__ float4 memory[];  // see shared_bytes()
   __shared__ PageChoice::Shared choice;
   __shared__ bool is_last;
   auto* const floats = reinterpret_cast<float*>(memory);
@@ -170,26 +194,19 @@ __global__ void __launch_bounds__(kReadThreads, kBlocksAtOnce<kBlocks>)
   }
   BlockPart part(c);
   if (part.pages > 0 && __ldcg(&c.selections[part.head].bad) != 0) part.pages = 0;
-  const bool fits = part.pages * sizeof(float) <= ring_bytes<kBlocks>(c);
-  PageChoice pages(c.weights.from(part.head).weights, part.pages, fits ? floats : nullptr, choice);
-  part.share_out(c, part.pages > 0 ? pages.choose(c.share) : 0);
+  PageChoice pages(c.weights.from(part.head).weights, part.pages, choice);
+  const int chosen =
+      part.pages > 0 ? pages.choose(c.share, reinterpret_cast<std::uint32_t*>(memory)) : 0;
+  part.share_out(c, chosen);
   const auto thread = static_cast<int>(threadIdx.x);
   if (part.split == 0 && blockIdx.z == 0 && thread == 0 && c.pages_read != nullptr) {
     c.pages_read[part.head] = part.chosen * c.query_parts;
   }
   if (part.split >= part.splits) return;
-  const bool is_shared = c.lists != nullptr;
-  auto* const list = is_shared
-                         ? c.lists + part.place * c.most_pages
-                         : reinterpret_cast<PageChoice::Page*>(bytes + ring_bytes<kBlocks>(c));
-  if (part.chosen > 0) {
-    pages.list(list, [&](int i) { return !is_shared || i % part.splits == part.split; });
-  }
-  // Orders the reads of weights before the bulk copies of pages into the same memory.
+  // Orders the reads of bins before the bulk copies of pages into the same memory.
   if constexpr (kBulkCopies) shared_write_fence();
-  __syncthreads();
   PageSums<kBlocks> sums;
-  read_own<kBits>(c, part, list, bytes, sums);
+  read_own<kBits>(c, part, pages, bytes, sums);
   __syncthreads();
   join_warps(sums, floats);
   write_partial<kBlocks>(c, part, floats);
@@ -214,12 +231,6 @@ void dispatch_blocks(int channels, const Body& body) {
   if (blocks == 3) return body(std::integral_constant<int, 3>());
   if (blocks == 4) return body(std::integral_constant<int, 4>());
   return body(std::integral_constant<int, 8>());
-}
-
-template <int kBlocks>
-std::size_t shared_bytes(const TilesCall& c) {
-  const auto listed = static_cast<std::size_t>(c.lists == nullptr ? c.most_pages : 0);
-  return ring_bytes<kBlocks>(c) + sizeof(PageChoice::Page) * listed;
 }
 
 // Upper bound of a block's static shared memory.
@@ -259,9 +270,6 @@ void run_bits(const TilesCall& call, const Launch& launch) {
   dispatch_blocks(call.channels, [&](auto blocks) {
     constexpr int kBlocks = decltype(blocks)::value;
     const TilesCall c = with_stages<kBlocks>(call, room_of(*launch.device));
-    // Weights that do not fit are read from global memory, through an L1 cache that may be stale.
-    check(!c.is_beside || c.most_pages * sizeof(float) <= ring_bytes<kBlocks>(c),
-          "attend_tiles: too many pages to begin early");
     const auto kernel = read_pages<kBits, kBlocks>;
     const dim3 grid(static_cast<unsigned>(c.splits), static_cast<unsigned>(c.heads),
                     static_cast<unsigned>(c.query_parts));
@@ -296,14 +304,6 @@ __global__ void __launch_bounds__(kReadThreads)
 }
 
 }  // namespace
-
-bool list_fits(const TilesCall& call, const DeviceLimits& device) {
-  bool fits = false;
-  dispatch_blocks(call.channels, [&](auto blocks) {
-    fits = shared_bytes<decltype(blocks)::value>(with_least(call)) <= room_of(device);
-  });
-  return fits;
-}
 
 void run_read(const TilesCall& c, const Launch& launch) {
   switch (c.bits) {

@@ -69,10 +69,13 @@ struct TilePool {
         table_stride(view.table_stride),
         page_bytes(tile_page_bytes(view.tiles.bits, view.tiles.channels(head_dim))) {}
 
+  // The slot of a page, which it shares with its neighbour.
+  __device__ __forceinline__ std::int32_t slot_of(std::int64_t sequence, int page) const {
+    return table[sequence * table_stride + page / kTilePages];
+  }
   // The place of a page among all pages of a KV head.
-  __device__ __forceinline__ std::int64_t place_of(std::int64_t sequence, int page) const {
-    return std::int64_t{table[sequence * table_stride + page / kTilePages]} * kTilePages +
-           page % kTilePages;
+  __device__ __forceinline__ static std::int64_t place_of(std::int32_t slot, int page) {
+    return std::int64_t{slot} * kTilePages + page % kTilePages;
   }
   __device__ __forceinline__ std::byte* at(int head, std::int64_t place) const {
     return pages + (head * slots * kTilePages + place) * page_bytes;

@@ -47,6 +47,12 @@ struct Slice {
   float* weights;  // [count, group]
 };
 
+// Pages of a slice whose logits are read, in any order.
+struct ReadPages {
+  int count;
+  int pages[PageWeights::kSlicePages];
+};
+
 // Marks the slice's selected tokens.
 __device__ void mark_selected(const WeighCall& c, const Slice& slice, std::int32_t selected) {
   __shared__ std::int32_t range[2];
@@ -102,35 +108,48 @@ __device__ __forceinline__ float weight8(const uint4& logits, std::uint32_t take
   return sum;
 }
 
-// Computes the weights that the digest does not give; half a warp per query head and page.
-__device__ void weigh_logits(const WeighCall& c, const Slice& slice) {
+// Weighs the pages that the digest can weigh, and lists the others.
+__device__ __forceinline__ void weigh_digested(const WeighCall& c, const Slice& slice,
+                                               ReadPages& read) {
+  const bool has_digest = c.digest.maxima != nullptr;
+  for (auto item = static_cast<int>(threadIdx.x); item < slice.count * c.group;
+       item += kWeighThreads) {
+    const int page = item / c.group;
+    const int query = item - page * c.group;
+    if (has_digest && !is_marked(slice.masks[page])) {
+      slice.weights[item] = digested(c, slice, page, query);
+    } else if (query == 0) {
+      read.pages[atomicAdd(&read.count, 1)] = page;
+    }
+  }
+}
+
+// Computes the weights of the listed pages; half a warp per query head and page.
+__device__ void weigh_logits(const WeighCall& c, const Slice& slice, const ReadPages& read) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
-  const bool has_digest = c.digest.maxima != nullptr;
-  const int items = slice.count * c.group;
+  const int items = read.count * c.group;
 #pragma unroll 2
   for (int base = warp * kRowsAtOnce; base < items; base += kWeighWarps * kRowsAtOnce) {
     const int item = base + lane / kRowLanes;
     const int part = lane % kRowLanes;
+    const bool counts = item < items;
+    const int entry = counts ? item / c.group : 0;
+    const int page = read.pages[entry];
+    const int query = item - entry * c.group;
     float sum = 0.0f;
-    bool counts = false;
-    if (item < items) {
-      const int page = item / c.group;
-      const int query = item % c.group;
+    if (counts) {
       const auto* const mask = reinterpret_cast<const std::uint32_t*>(slice.masks + page);
-      counts = !has_digest || is_marked(slice.masks[page]);
-      if (counts) {
-        const __half* const row = c.row(slice.head, query) + (slice.first + page) * kPageTokens;
-        const float norm = c.lse[slice.head * c.group + query] * kLog2E;
-        sum = weight8(reinterpret_cast<const uint4*>(row)[part], mask[part / 4] >> part % 4 * 8,
-                      norm);
-      }
+      const __half* const row = c.row(slice.head, query) + (slice.first + page) * kPageTokens;
+      const float norm = c.lse[slice.head * c.group + query] * kLog2E;
+      sum =
+          weight8(reinterpret_cast<const uint4*>(row)[part], mask[part / 4] >> part % 4 * 8, norm);
     }
 #pragma unroll
     for (int step = kRowLanes / 2; step > 0; step /= 2) {
       sum += __shfl_xor_sync(kAllLanes, sum, step);
     }
-    if (counts && part == 0) slice.weights[item] = sum;
+    if (counts && part == 0) slice.weights[page * c.group + query] = sum;
   }
 }
 
@@ -144,14 +163,18 @@ __device__ void report(const WeighCall& c, const Slice& slice) {
     to.masks[slice.first + page] = slice.masks[page];
   }
   float* const masses = to.masses + blockIdx.x * c.group;
-  for (int g = thread; g < c.group; g += kWeighThreads) {
+  for (int g = thread / kWarp; g < c.group; g += kWeighWarps) {
     float sum = 0.0f;
-    for (int page = 0; page < slice.count; ++page) sum += slice.weights[page * c.group + g];
-    masses[g] = sum;
+    for (int page = thread % kWarp; page < slice.count; page += kWarp) {
+      sum += slice.weights[page * c.group + g];
+    }
+    sum = warp_sum(sum);
+    if (thread % kWarp == 0) masses[g] = sum;
   }
 }
 
 __device__ __forceinline__ void weigh_slice(const WeighCall& c, uint4* memory) {
+  __shared__ ReadPages read;
   Slice slice;
   slice.head = static_cast<int>(blockIdx.y);
   slice.first = static_cast<int>(blockIdx.x) * PageWeights::kSlicePages;
@@ -162,23 +185,18 @@ __device__ __forceinline__ void weigh_slice(const WeighCall& c, uint4* memory) {
   if (selection.bad != 0) return;
   slice.masks = memory;
   slice.weights = reinterpret_cast<float*>(memory + PageWeights::kSlicePages);
+  if (threadIdx.x == 0) read.count = 0;  // the barriers of mark_selected() come after it
   mark_selected(c, slice, selection.count);
-  if (c.digest.maxima != nullptr) {
-    for (auto item = static_cast<int>(threadIdx.x); item < slice.count * c.group;
-         item += kWeighThreads) {
-      const int page = item / c.group;
-      if (!is_marked(slice.masks[page])) {
-        slice.weights[item] = digested(c, slice, page, item % c.group);
-      }
-    }
-  }
-  weigh_logits(c, slice);
+  weigh_digested(c, slice, read);
+  __syncthreads();
+  weigh_logits(c, slice, read);
   __syncthreads();
   report(c, slice);
 }
 
 // Beside the kernel before, it waits last: rule 2 of early_launch.cuh.
-__global__ void __launch_bounds__(kWeighThreads) weigh_slices(const __grid_constant__ WeighCall c) {
+__global__ void __launch_bounds__(kWeighThreads, 8)
+    weigh_slices(const __grid_constant__ WeighCall c) {
   extern __shared__ uint4 memory[];
   if (c.is_beside) {
     __threadfence();  // so that no stale line of this L1 cache is read
