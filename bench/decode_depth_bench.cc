@@ -24,6 +24,7 @@
 #include <string>
 #include <vector>
 
+#include "engine/utf8.h"
 #include "sluice/engine.h"
 
 namespace sluice {
@@ -100,7 +101,8 @@ Library open(const Settings& settings) {
   const std::int64_t context = context_of(settings);
   // Twice the bytes of one sequence, because sequences start at different offsets.
   const auto bytes = static_cast<std::size_t>(2 * kBytesPerToken * context);
-  library.ids = library.engine.encode_prompt(text.substr(0, bytes));
+  std::string part = text.substr(0, bytes);  // may end within a character
+  library.ids = library.engine.encode_prompt(take_valid_utf8(part));
   if (std::ssize(library.ids) < context) {
     throw Error(ErrorCode::usage, "--text has too few tokens");
   }
