@@ -11,6 +11,7 @@
 #include "lib/value_tiles.h"
 #include "sluice/element.h"
 #include "sluice/errors.h"
+#include "sluice/value_basis.h"
 
 namespace sluice {
 namespace {
@@ -29,7 +30,7 @@ std::size_t head_bytes(const ModelConfig& config, DType dtype) {
 }
 
 // W W^T in fp64. `weights`: [rows, columns].
-Eigen::MatrixXd gram(const std::vector<std::byte>& weights, DType dtype, std::int64_t rows,
+Eigen::MatrixXd gram(std::span<const std::byte> weights, DType dtype, std::int64_t rows,
                      std::int64_t columns) {
   Eigen::MatrixXd sum = Eigen::MatrixXd::Zero(rows, rows);
   for (std::int64_t first = 0; first < columns; first += kColumnsAtOnce) {
@@ -74,17 +75,13 @@ class BasisReader {
     const DType dtype = checkpoint_->info(name).dtype.value();
     std::vector<std::byte> weights(head_bytes(config_, dtype));
     checkpoint_->read(name, number % kv_heads * weights.size(), weights);
-    const Eigen::MatrixXd products = gram(weights, dtype, d, config_.hidden_size);
-    const Eigen::SelfAdjointEigenSolver<Eigen::MatrixXd> solver(products);
-    if (!products.diagonal().allFinite() || solver.info() != Eigen::Success) {
-      throw Error(ErrorCode::numeric, checkpoint_->file_of(name).string() + ": tensor " +
-                                          checkpoint_->own_name(name) +
-                                          " has weights that are NaN or infinite");
-    }
-    float* out = bases.data() + static_cast<std::int64_t>(number) * ValueTiles::basis_floats(d);
-    // Eigenvalues ascend.
-    for (int i = 0; i < d / 2; ++i, out += d) {
-      write_vector(solver.eigenvectors().col(d - 1 - i), out);
+    try {
+      const std::vector<float> basis = sluice::value_basis(weights, dtype, d);
+      std::copy(basis.begin(), basis.end(),
+                bases.begin() + static_cast<std::int64_t>(number) * ValueTiles::basis_floats(d));
+    } catch (const Error& error) {
+      throw Error(error.code(), checkpoint_->file_of(name).string() + ": tensor " +
+                                    checkpoint_->own_name(name) + ": " + error.what());
     }
   }
 
@@ -94,7 +91,36 @@ class BasisReader {
   ModelTensors tensors_;
 };
 
+constexpr int kMostHeadDim = 256;
+
 }  // namespace
+
+std::vector<float> value_basis(std::span<const std::byte> weights, DType dtype, int head_dim) {
+  if (head_dim < 2 || head_dim > kMostHeadDim || head_dim % 2 != 0) {
+    throw Error(ErrorCode::usage, "value basis: head_dim is even, 2 to 256");
+  }
+  const std::size_t column_bytes = static_cast<std::size_t>(head_dim) * size_of(dtype);
+  if (weights.empty() || weights.size() % column_bytes != 0) {
+    throw Error(ErrorCode::usage,
+                "value basis: the weights are not " + std::to_string(head_dim) + " rows");
+  }
+  const Eigen::MatrixXd products =
+      gram(weights, dtype, head_dim, static_cast<std::int64_t>(weights.size() / column_bytes));
+  if (!products.allFinite()) {
+    throw Error(ErrorCode::numeric, "value basis: weights are NaN or infinite");
+  }
+  const Eigen::SelfAdjointEigenSolver<Eigen::MatrixXd> solver(products);
+  if (solver.info() != Eigen::Success) {
+    throw Error(ErrorCode::numeric, "value basis: no eigenvectors were found");
+  }
+  std::vector<float> basis(static_cast<std::size_t>(ValueTiles::basis_floats(head_dim)));
+  float* out = basis.data();
+  // Eigenvalues ascend.
+  for (int i = 0; i < head_dim / 2; ++i, out += head_dim) {
+    write_vector(solver.eigenvectors().col(head_dim - 1 - i), out);
+  }
+  return basis;
+}
 
 bool halves_values(std::span<const Policy> policies, int layers) {
   for (const Policy& policy : policies) {

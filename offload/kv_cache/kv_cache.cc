@@ -9,6 +9,7 @@
 #include "lib/bytes.h"
 #include "lib/counted_queue.h"
 #include "lib/process_limits.h"
+#include "lib/value_tiles.h"
 #include "offload/backends.h"
 #include "offload/kv_cache/kv_cache_impl.h"
 #include "offload/plan/planner.h"
@@ -61,6 +62,55 @@ float query_factor(const KvConfig& config) {
   return static_cast<float>(*config.scale * std::sqrt(static_cast<double>(config.shape.head_dim)));
 }
 
+std::uint64_t basis_bytes(const KvConfig& config) {
+  return config.value_basis.size() * sizeof(float);
+}
+
+// Products of two of a KV head's vectors are 1 or 0. With other vectors answers would be wrong
+// without any sign of it.
+bool is_orthonormal(const float* basis, int head_dim) {
+  constexpr double kTolerance = 1e-3;
+  for (int i = 0; i < head_dim / 2; ++i) {
+    for (int j = 0; j <= i; ++j) {
+      double product = 0.0;
+      for (int c = 0; c < head_dim; ++c) {
+        product += double{basis[i * head_dim + c]} * double{basis[j * head_dim + c]};
+      }
+      if (!(std::fabs(product - (i == j ? 1.0 : 0.0)) <= kTolerance)) return false;
+    }
+  }
+  return true;
+}
+
+// The shape has been checked.
+void require_basis(const KvConfig& config) {
+  if (config.value_basis.empty()) return;
+  const KvShape& shape = config.shape;
+  const std::int64_t heads = std::int64_t{shape.layers} * shape.kv_heads;
+  const std::int64_t floats = ValueTiles::basis_floats(shape.head_dim);
+  require(std::ssize(config.value_basis) == heads * floats,
+          "value_basis has " + std::to_string(config.value_basis.size()) +
+              " numbers; layers * kv_heads * head_dim / 2 * head_dim are " +
+              std::to_string(heads * floats));
+  for (std::int64_t head = 0; head < heads; ++head) {
+    require(is_orthonormal(config.value_basis.data() + head * floats, shape.head_dim),
+            "the vectors of value_basis are not orthonormal in layer " +
+                std::to_string(head / shape.kv_heads) + ", KV head " +
+                std::to_string(head % shape.kv_heads));
+  }
+}
+
+// A copy of the caller's basis where the backend computes; no memory if there is none.
+Buffer upload_basis(const KvConfig& config, Backend& backend, Queue& queue) {
+  if (config.value_basis.empty()) return {};
+  Buffer buffer = backend.allocate(backend.info().compute_tier, basis_bytes(config));
+  const CopyOp op = {buffer.data(), reinterpret_cast<const std::byte*>(config.value_basis.data()),
+                     buffer.bytes()};
+  queue.copy({&op, 1});
+  queue.synchronize();
+  return buffer;
+}
+
 // Most tokens of a step.
 std::int64_t step_tokens(const KvPlan& plan) { return std::max(plan.chunk, plan.decode_batch); }
 
@@ -78,6 +128,7 @@ KvRequest request_of(const KvConfig& config, const BackendInfo& info) {
   request.scorers = &config.scorers;
   request.device_cap = config.device_memory;
   request.cache_memory = config.row_cache;
+  request.has_value_basis = !config.value_basis.empty();
   return request;
 }
 
@@ -108,18 +159,21 @@ KvPlan plan_cache(const KvConfig& config, Backend& backend) {
   request.device_cap.reset();
   const KvPlan free = plan_kv(request);  // refuses impossible requests, whatever the caps
   require_supported(info, config.shape);
+  require_basis(config);
   const bool on_device = info.compute_tier == Tier::device;
   const std::uint64_t staging = CallerArrays::compute_bytes(config.shape, step_tokens(free));
   request.device_cap = config.device_memory;
   if (on_device) {
     const MemoryAccount& account = backend.account(Tier::device);
-    request.beside = account.used() + staging;
+    request.beside = account.used() + staging + basis_bytes(config);
     request.device_cap = account.cap();
   }
   const auto with_arrays = [&](KvPlan plan) {
+    const std::uint64_t basis = basis_bytes(config);
     const std::uint64_t own =
-        on_device ? CallerArrays::compute_bytes(config.shape, step_tokens(plan)) : 0;
-    const std::uint64_t host = CallerArrays::host_bytes(info, config.shape, step_tokens(plan));
+        on_device ? CallerArrays::compute_bytes(config.shape, step_tokens(plan)) + basis : 0;
+    const std::uint64_t host =
+        CallerArrays::host_bytes(info, config.shape, step_tokens(plan)) + (on_device ? 0 : basis);
     plan.staging_bytes = own + host;
     plan.device_bytes += own;
     plan.host_bytes += host;
@@ -127,8 +181,9 @@ KvPlan plan_cache(const KvConfig& config, Backend& backend) {
   };
   const auto disk = [&] {
     const MemoryAccount& account = backend.account(Tier::host);
-    const std::uint64_t taken =
-        account.used() + CallerArrays::host_bytes(info, config.shape, step_tokens(free));
+    const std::uint64_t taken = account.used() +
+                                CallerArrays::host_bytes(info, config.shape, step_tokens(free)) +
+                                (on_device ? 0 : basis_bytes(config));
     std::optional<std::uint64_t> room;
     if (config.host_memory) room = account.cap() - std::min(account.cap(), taken);
     return disk_room(*config.disk, room, taken);
@@ -148,10 +203,11 @@ const auto& of(const auto& impl) {
 KvCache::Impl::Impl(const KvConfig& config, std::unique_ptr<Backend> owned,
                     std::unique_ptr<Queue> queue, const KvPlan& plan)
     : backend(std::move(owned)),
+      value_basis(upload_basis(config, *backend, *queue)),
       pool(std::make_shared<KvPool>(
           std::move(queue), plan, config.policies, config.scorers, HostAttender(),
-          DiskSource{config.disk ? config.disk->directories
-                                 : std::vector<std::filesystem::path>()})),
+          DiskSource{config.disk ? config.disk->directories : std::vector<std::filesystem::path>()},
+          ValueBasis{value_basis.floats()})),
       arrays(pool->queue(), plan.shape, step_tokens(plan), query_factor(config)),
       waits(config.stream == nullptr) {
   leaving.reserve(static_cast<std::size_t>(plan.sequences));

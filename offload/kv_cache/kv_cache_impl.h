@@ -23,6 +23,7 @@ namespace sluice {
 // Backend, work space and tables serve one call at a time, and one step from begin to end.
 struct KvCache::Impl {
   std::unique_ptr<Backend> backend;
+  Buffer value_basis;  // KvConfig::value_basis, in the compute tier
   std::shared_ptr<KvPool> pool;
   CallerArrays arrays;
   bool waits;  // for every call's work, whatever the memory of its arrays

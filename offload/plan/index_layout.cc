@@ -453,8 +453,8 @@ IndexLayout plan_index(const KvRequest& request) {
   layout.arena_rows = layout.selects() ? std::min(kArenaRows, layout.selected) : 0;
   if (layout.halves_values() && !request.has_value_basis) {
     throw Error(ErrorCode::unsupported,
-                "policy: components=half takes the weights of the model's value projection, which "
-                "a KV cache without a model does not have; take "
+                "policy: components=half takes a basis from the weights of the model's value "
+                "projection; give the cache its value_basis, or take "
                 "compensate=values(bits=1,pages=0.95), which has about the same bytes");
   }
   return layout;

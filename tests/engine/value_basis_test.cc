@@ -3,7 +3,9 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
+#include <cstddef>
 #include <limits>
 #include <optional>
 #include <span>
@@ -16,6 +18,7 @@
 #include "sluice/engine.h"
 #include "sluice/errors.h"
 #include "sluice/kv_cache.h"
+#include "sluice/value_basis.h"
 #include "tests/support/expect.h"
 #include "tests/support/golden.h"
 #include "tests/support/model_sessions.h"
@@ -128,7 +131,7 @@ TEST(ValueBasis, HasThePrincipalComponentsOfEveryHeadsWeights) {
 
 TEST(ValueBasis, RefusesWeightsThatAreNoNumbers) {
   const RandomCheckpoint model(1, 0, std::numeric_limits<float>::quiet_NaN());
-  expect_error(ErrorCode::numeric, "v_proj.weight has weights that are NaN or infinite",
+  expect_error(ErrorCode::numeric, "v_proj.weight: value basis: weights are NaN or infinite",
                [&] { value_basis(Checkpoint::open(model.path()), 1); });
 }
 
@@ -219,13 +222,48 @@ TEST(ValueBasis, ServesEveryWeightFormat) {
   }
 }
 
+// What callers with a model of their own compute from weights that they hold.
+TEST(ValueBasis, OfAHeadsWeightsIsThatOfTheCheckpoint) {
+  for (const testing::Golden& golden : testing::load_goldens()) {
+    SCOPED_TRACE(golden.name);
+    const Checkpoint checkpoint = Checkpoint::open(golden.model);
+    const ModelConfig& config = checkpoint.config();
+    const std::vector<float> bases = value_basis(checkpoint, 1);
+    const std::string name = "model.layers.0.self_attn.v_proj.weight";
+    const DType dtype = checkpoint.info(name).dtype.value();
+    std::vector<std::byte> weights(static_cast<std::size_t>(config.head_dim) *
+                                   static_cast<std::size_t>(config.hidden_size) * size_of(dtype));
+    checkpoint.read(name, 0, weights);
+    const std::vector<float> own = value_basis(weights, dtype, config.head_dim);
+    ASSERT_EQ(std::ssize(own), ValueTiles::basis_floats(config.head_dim));
+    EXPECT_TRUE(std::equal(own.begin(), own.end(), bases.begin()));
+  }
+}
+
+TEST(ValueBasis, OfAHeadsWeightsNamesWhatIsWrong) {
+  std::vector<float> weights(8 * 12, 1.0f);
+  const auto basis = [&](int head_dim) {
+    return value_basis(std::as_bytes(std::span(weights)), DType::f32, head_dim);
+  };
+  EXPECT_EQ(basis(8).size(), 32u);
+  for (const int head_dim : {-2, 0, 7, 258}) {
+    expect_error(ErrorCode::usage, "head_dim is even, 2 to 256", [&] { basis(head_dim); });
+  }
+  expect_error(ErrorCode::usage, "not 10 rows", [&] { basis(10); });
+  weights[5] = std::numeric_limits<float>::infinity();
+  expect_error(ErrorCode::numeric, "NaN or infinite", [&] { basis(8); });
+  weights.clear();
+  expect_error(ErrorCode::usage, "not 8 rows", [&] { basis(8); });
+}
+
 TEST(ValueBasis, IsNotAskedOfACacheWithoutAModel) {
   KvConfig config;
   config.shape = {2, 4, 2, 32, DType::f32};
   config.context = 1000;
   config.policies = {parse_policy(kHalf)};
   expect_error(ErrorCode::unsupported,
-               "components=half takes the weights of the model's value projection",
+               "components=half takes a basis from the weights of the model's value projection; "
+               "give the cache its value_basis",
                [&] { KvCache{config}; });
 }
 

@@ -14,6 +14,8 @@
 
 #include "sluice/kv_cache.h"
 #include "tests/support/expect.h"
+#include "tests/support/random.h"
+#include "tests/support/value_cases.h"
 
 namespace sluice {
 namespace {
@@ -104,6 +106,18 @@ TEST(KvCacheConfig, NamesWhatIsWrong) {
           [](KvConfig& c) { c.policies = {parse_policy("select=dense prefill=zipvl(0.9)")}; });
   refused(ErrorCode::unsupported, "early=none",
           [](KvConfig& c) { c.policies = {parse_policy("values early=half")}; });
+  refused(kUsage, "value_basis has 7 numbers; layers * kv_heads * head_dim / 2 * head_dim are",
+          [](KvConfig& c) { c.value_basis.assign(7, 0.0f); });
+  refused(ErrorCode::unsupported, "give the cache its value_basis",
+          [](KvConfig& c) { c.policies = {parse_policy("compact")}; });
+  for (const float wrong : {2.0f, NAN, HUGE_VALF}) {
+    refused(kUsage, "value_basis are not orthonormal in layer 2, KV head 1", [&](KvConfig& c) {
+      testing::Random random(3);
+      const int heads = c.shape.layers * c.shape.kv_heads;
+      c.value_basis = testing::random_bases(random, heads, c.shape.head_dim);
+      c.value_basis.back() = wrong;
+    });
+  }
   refused(ErrorCode::memory, "device_memory", [](KvConfig& c) { c.device_memory = 1000; });
   refused(ErrorCode::memory, "host_memory", [](KvConfig& c) { c.host_memory = 1000; });
 }
@@ -376,6 +390,9 @@ TEST(KvCacheMemory, IsWhatWasPlanned) {
     KvConfig one = config();
     one.shape.rows = rows;
     one.sequences = 1;
+    testing::Random random(3);
+    one.value_basis =
+        testing::random_bases(random, one.shape.layers * one.shape.kv_heads, one.shape.head_dim);
     KvCache cache(one);
     KvSequence sequence = cache.new_sequence();
     const std::vector<float> zeros(8 * kQueryHeads * kDim);

@@ -11,6 +11,7 @@
 #include "tests/support/caller.h"
 #include "tests/support/random.h"
 #include "tests/support/test_disk.h"
+#include "tests/support/value_cases.h"
 
 namespace sluice {
 namespace {
@@ -163,19 +164,39 @@ TEST_P(Caches, CompletePoliciesGiveTheOracleAtAnyScale) {
   }
 }
 
+// Leaves the part of a value that the vectors [d / 2, d] span.
+void project(const float* basis, std::size_t d, float* value) {
+  std::vector<float> spanned(d);
+  for (std::size_t i = 0; i < d / 2; ++i) {
+    float product = 0.0f;
+    for (std::size_t c = 0; c < d; ++c) product += basis[i * d + c] * value[c];
+    for (std::size_t c = 0; c < d; ++c) spanned[c] += product * basis[i * d + c];
+  }
+  std::copy(spanned.begin(), spanned.end(), value);
+}
+
+std::vector<float> basis_of(const KvShape& shape) {
+  testing::Random random(23);
+  return testing::random_bases(random, shape.layers * shape.kv_heads, shape.head_dim);
+}
+
 // Where nothing, or nothing that matters, depends on which of two equals is selected. Estimates go
 // through weights of 8 bits on the CPU and numbers of 16 bits on a GPU.
 TEST_P(Caches, ValuesInAFewBitsAreThoseOfTheReference) {
   if (skips()) return;
   constexpr double kClose = 6e-2;
-  for (const char* const line : {"select=int4 prune=none compensate=values(bits=2,pages=1)",
-                                 "select=int4 prune=none compensate=values(bits=3,pages=1)",
-                                 "select=int4 prune=none compensate=values(bits=4,pages=1)",
-                                 "select=int4 prune=none sinks=130 compensate=values(pages=0.3)",
-                                 "select=int4 prune=top_k(16) compensate=values(bits=4,pages=1)"}) {
+  for (const char* const line :
+       {"select=int4 prune=none compensate=values(bits=2,pages=1)",
+        "select=int4 prune=none compensate=values(bits=3,pages=1)",
+        "select=int4 prune=none compensate=values(bits=4,pages=1)",
+        "select=int4 prune=none sinks=130 compensate=values(pages=0.3)",
+        "select=int4 prune=top_k(16) compensate=values(bits=4,pages=1)",
+        "select=int4 prune=none compensate=values(components=half,pages=1)",
+        "select=int4 prune=top_k(16) compensate=values(bits=4,components=half,pages=1)"}) {
     SCOPED_TRACE(line);
     KvConfig config = this->config(300);
     config.policies = {parse_policy(line)};
+    if (config.policies[0].values.half) config.value_basis = basis_of(config.shape);
     // Rounded weights may choose other pages.
     if (on_gpu() && config.policies[0].values.pages < 1.0) continue;
     KvConfig reference = config;
@@ -202,6 +223,62 @@ TEST_P(Caches, ValuesInAFewBitsAreThoseOfTheReference) {
     EXPECT_GT(values(expected_sequence, Tier::host), 0u);
     EXPECT_EQ(values(sequence, on_gpu() ? Tier::device : Tier::host),
               values(expected_sequence, Tier::host));
+  }
+}
+
+// Values that the vectors span lose nothing by them, and others lose what lies beside.
+TEST_P(Caches, ComponentsOfValuesAreThoseOfTheCallersBasis) {
+  if (skips()) return;
+  KvConfig config = this->config(400);
+  config.policies = {
+      parse_policy("select=int4 prune=none compensate=values(bits=4,components=half,pages=1)")};
+  config.value_basis = basis_of(config.shape);
+  KvConfig whole = config;
+  whole.policies = {parse_policy("select=int4 prune=none compensate=values(bits=4,pages=1)")};
+  whole.value_basis.clear();
+  KvCache cache(config);
+  KvCache expected_cache(whole);
+  EXPECT_EQ(cache.plan().staging_bytes,
+            expected_cache.plan().staging_bytes + config.value_basis.size() * sizeof(float));
+  testing::Random random(29);
+  const KvShape& shape = config.shape;
+  const auto width = static_cast<std::size_t>(shape.kv_heads * shape.head_dim);
+  const std::size_t d = static_cast<std::size_t>(shape.head_dim);
+  for (const bool is_spanned : {true, false}) {
+    SCOPED_TRACE(is_spanned);
+    KvSequence sequence = cache.new_sequence();
+    KvSequence expected = expected_cache.new_sequence();
+    std::vector<float> out(static_cast<std::size_t>(shape.query_heads) * d);
+    std::vector<float> wanted = out;
+    const auto take_both = [&](Phase phase, std::int64_t tokens) {
+      KvStep step = sequence.begin_step(phase, tokens);
+      KvStep other = expected.begin_step(phase, tokens);
+      for (int layer = 0; layer < shape.layers; ++layer) {
+        const std::vector<float> k = random.normal(tokens * static_cast<std::int64_t>(width));
+        std::vector<float> v = random.normal(tokens * static_cast<std::int64_t>(width));
+        for (std::size_t row = 0; is_spanned && row < v.size() / d; ++row) {
+          const std::size_t head = static_cast<std::size_t>(layer * shape.kv_heads) +
+                                   row % static_cast<std::size_t>(shape.kv_heads);
+          project(&config.value_basis[head * d / 2 * d], d, &v[row * d]);
+        }
+        step.append(layer, k.data(), v.data());
+        other.append(layer, k.data(), v.data());
+        if (phase != Phase::decode) continue;
+        const std::vector<float> q = random.normal(std::ssize(out));
+        step.attend(layer, q.data(), out.data());
+        other.attend(layer, q.data(), wanted.data());
+      }
+      step.end();
+      other.end();
+    };
+    for (int i = 0; i < 20; ++i) take_both(Phase::prefill, 16);
+    take_both(Phase::decode, 1);
+    const double difference = largest_difference(out, wanted);
+    if (is_spanned) {
+      EXPECT_LT(difference, 0.08);
+    } else {
+      EXPECT_GT(difference, 0.12);
+    }
   }
 }
 

@@ -85,6 +85,10 @@ struct KvConfig {
   Scorers scorers;  // scorers that the policies may name: Sluice's own and added ones
   // Counts rows and bytes of decode steps while it is started.
   std::shared_ptr<TrafficCounter> counter;
+  // For policies with components=half, such as `compact` and `tiny`: the vectors of every layer and
+  // KV head, [layers, kv_heads, head_dim / 2, head_dim], from sluice/value_basis.h. Empty: such
+  // policies are refused. Vectors must be orthonormal to 1e-3.
+  std::vector<float> value_basis;
 };
 
 struct IndexLayout;
@@ -133,12 +137,13 @@ struct KvPlan {
   // The CPU attends to part of the rows only in host memory, in layers of decode steps that attend
   // to everything; see EngineConfig.
   bool host_attention = false;
-  std::int64_t decode_batch = 1;    // most tokens per decode step, of one sequence or of several
-  bool reports_positions = false;   // decode steps report the positions that they selected
-  std::uint64_t index_bytes = 0;    // key index and sums of values; part of the tier's bytes
-  std::uint64_t work_bytes = 0;     // selection: logits, positions; part of the tier's bytes
-  std::uint64_t table_bytes = 0;    // page tables of sequences; part of the tier's bytes
-  std::uint64_t staging_bytes = 0;  // KvCache input and output arrays; part of the tier's bytes
+  std::int64_t decode_batch = 1;   // most tokens per decode step, of one sequence or of several
+  bool reports_positions = false;  // decode steps report the positions that they selected
+  std::uint64_t index_bytes = 0;   // key index and sums of values; part of the tier's bytes
+  std::uint64_t work_bytes = 0;    // selection: logits, positions; part of the tier's bytes
+  std::uint64_t table_bytes = 0;   // page tables of sequences; part of the tier's bytes
+  // Of a KvCache: input and output arrays, and value_basis; part of the tier's bytes.
+  std::uint64_t staging_bytes = 0;
   std::uint64_t device_bytes = 0;
   std::uint64_t host_bytes = 0;
   std::uint64_t disk_bytes = 0;

@@ -69,7 +69,7 @@ struct ValueBits {
   double pages = 0.9;  // reads the fewest pages that carry this share of the dropped weight; the
                        // mean of all values stands for the rest
   // Keeps head_dim / 2 numbers per value: its largest principal components, by the weights of the
-  // model's value projection. Engine knows them, KvCache has no weights and refuses it.
+  // model's value projection. Engine knows them; KvCache takes KvConfig::value_basis.
   bool half = false;
 
   friend bool operator==(const ValueBits&, const ValueBits&) = default;
