@@ -1,6 +1,7 @@
 // KvCache, its sequences and steps.
 #include "sluice/kv_cache.h"
 
+#include <algorithm>
 #include <limits>
 #include <memory>
 #include <thread>
@@ -8,6 +9,7 @@
 
 #include "bindings/c/call.h"
 #include "bindings/c/objects.h"
+#include "sluice/value_basis.h"
 
 namespace sluice::c {
 namespace {
@@ -75,6 +77,11 @@ KvConfig config_of(const sluice_kv_options& from) {
   to.host_memory = set(from.host_memory);
   if (from.row_cache != nullptr) to.row_cache = *from.row_cache;
   to.disk = disk(from.disk, from.disk_count, from.disk_bytes);
+  if (from.value_basis != nullptr) {
+    to.value_basis.assign(from.value_basis, from.value_basis + from.value_basis_count);
+  } else if (from.value_basis_count != 0) {
+    refuse("`value_basis` is NULL");
+  }
   return to;
 }
 
@@ -136,6 +143,21 @@ void open(std::shared_ptr<CacheObject> cache, KvSequence sequence, sluice_kv_seq
 }  // namespace sluice::c
 
 using namespace sluice::c;  // NOLINT(google-build-using-namespace)
+
+sluice_code sluice_value_basis(const void* weights, size_t bytes, sluice_dtype dtype,
+                               int32_t head_dim, float* basis, size_t count) {
+  return call([&] {
+    need(weights, "weights");
+    need(basis, "basis");
+    const auto* const first = static_cast<const std::byte*>(weights);
+    const std::vector<float> found =
+        sluice::value_basis({first, bytes}, sluice::c::dtype(dtype), head_dim);
+    if (count < found.size()) {
+      refuse("basis: room for " + std::to_string(found.size()) + " floats is needed");
+    }
+    std::copy(found.begin(), found.end(), basis);
+  });
+}
 
 sluice_code sluice_kv_cache_open(const sluice_kv_options* options, sluice_kv_cache** cache) {
   return call([&] {

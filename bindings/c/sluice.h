@@ -470,6 +470,10 @@ typedef struct sluice_kv_options {
   const char* const* disk;  // as of sluice_engine_options
   size_t disk_count;
   uint64_t disk_bytes;
+  // For policies with components=half: [layers, kv_heads, head_dim / 2, head_dim], from
+  // sluice_value_basis(). NULL: none.
+  const float* value_basis;
+  size_t value_basis_count;  // floats
 } sluice_kv_options;
 
 typedef struct sluice_kv_info {
@@ -494,6 +498,11 @@ typedef struct sluice_array {
   int64_t token_stride;  // elements; 0: dense
   int64_t head_stride;   // elements; 0: head_dim
 } sluice_array;
+
+// The basis of one KV head, see sluice/value_basis.h. `weights`: its rows of the value projection,
+// [head_dim, hidden], `bytes` in all. `basis` has room for head_dim / 2 * head_dim floats.
+SLUICE_API sluice_code sluice_value_basis(const void* weights, size_t bytes, sluice_dtype dtype,
+                                          int32_t head_dim, float* basis, size_t count);
 
 SLUICE_API sluice_code sluice_kv_cache_open(const sluice_kv_options* options,
                                             sluice_kv_cache** cache);

@@ -138,6 +138,40 @@ void test_kv_cache(void) {
   EXPECT_OK(sluice_kv_sequence_free(fork));
 }
 
+// A policy that keeps half of the components, with a basis from made-up weights.
+static void test_value_basis(void) {
+  sluice_kv_cache* cache = NULL;
+  sluice_kv_options options = options_of();
+  const size_t weights_count = (size_t)(kHeadDim * 3 * kHeadDim);
+  const size_t of_head = (size_t)(kHeadDim / 2 * kHeadDim);
+  const size_t heads = (size_t)(kLayers * kKvHeads);
+  float* weights = memory_for(weights_count, sizeof(float));
+  float* basis = memory_for(heads * of_head, sizeof(float));
+  for (size_t head = 0; head < heads; ++head) {
+    fill(weights, weights_count);
+    EXPECT_OK(sluice_value_basis(weights, weights_count * sizeof(float), SLUICE_F32, kHeadDim,
+                                 basis + head * of_head, of_head));
+  }
+  EXPECT(SLUICE_USAGE, sluice_value_basis(NULL, 64, SLUICE_F32, kHeadDim, basis, of_head));
+  EXPECT(SLUICE_USAGE, sluice_value_basis(weights, 3, SLUICE_F32, kHeadDim, basis, of_head));
+  EXPECT(SLUICE_USAGE, sluice_value_basis(weights, weights_count * sizeof(float), SLUICE_F32,
+                                          kHeadDim, basis, of_head - 1));
+  const char* policy = "compact";
+  options.policies = &policy;
+  options.policy_count = 1;
+  EXPECT(SLUICE_UNSUPPORTED, sluice_kv_cache_open(&options, &cache));
+  options.value_basis = basis;
+  options.value_basis_count = heads * of_head;
+  EXPECT_OK(sluice_kv_cache_open(&options, &cache));
+  EXPECT_OK(sluice_kv_cache_free(cache));
+  options.value_basis_count -= 1;
+  EXPECT(SLUICE_USAGE, sluice_kv_cache_open(&options, &cache));
+  options.value_basis = NULL;
+  EXPECT(SLUICE_USAGE, sluice_kv_cache_open(&options, &cache));
+  free(weights);
+  free(basis);
+}
+
 static void expect_bad_options(void) {
   sluice_kv_cache* cache = NULL;
   sluice_kv_options options = options_of();
@@ -195,6 +229,7 @@ static void expect_bad_arrays(sluice_kv_step* step) {
 
 void test_kv_misuse(void) {
   fill_all();
+  test_value_basis();
   expect_bad_options();
   sluice_kv_options options = options_of();
   sluice_kv_cache* cache = NULL;

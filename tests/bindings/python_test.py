@@ -481,6 +481,48 @@ class Caches(Case):
                 sluice.KvCache(**{**self.shape, **options})
 
 
+    def test_value_basis_lets_a_cache_keep_half(self):
+        noise = np.random.default_rng(11)
+        weights = noise.standard_normal((4, 64, 96), dtype=np.float32)
+        basis = np.empty((2, 2, 32, 64), np.float32)
+        for of_head, rows in zip(basis.reshape(4, 32, 64), weights, strict=True):
+            sluice.value_basis(rows, of_head)
+            np.testing.assert_allclose(of_head @ of_head.T, np.eye(32), atol=1e-5)
+            # No vectors of this number explain more of the weights.
+            values = np.linalg.eigvalsh(rows.astype(np.float64) @ rows.T)
+            self.assertAlmostEqual(np.sum((of_head @ rows) ** 2) / values[32:].sum(), 1, places=4)
+        with self.assertRaises(sluice.UnsupportedError):
+            sluice.KvCache(**self.shape, policies=["compact"])
+        cache = sluice.KvCache(**self.shape, rows="f32", policies=["compact"], value_basis=basis)
+        sequence = cache.new_sequence()
+        k, v, q = self.arrays(301, seed=5)
+        # Rows of the newest page and 512 others are attended as they are.
+        for phase, first, last in [("prefill", 0, 300), ("decode", 300, 301)]:
+            step = sequence.begin_step(phase, last - first)
+            for layer in range(2):
+                out = np.empty((last - first, 4, 64), np.float32)
+                step.append(layer, k[first:last], v[first:last])
+                step.attend(layer, q[first:last], out)
+            step.end()
+        np.testing.assert_allclose(out, plain_attention(q[300:], k, v), atol=1e-3)
+        bad = {
+            "float64": basis.astype(np.float64),
+            "too few": basis[:1],
+            "gaps": np.zeros((2, 2, 32, 128), np.float32)[..., ::2],
+            "not orthonormal": np.ones_like(basis),
+        }
+        for name, array in bad.items():
+            with self.subTest(name), self.assertRaises((sluice.UsageError, TypeError)):
+                sluice.KvCache(**self.shape, policies=["compact"], value_basis=array)
+        for rows, out in [(weights[0, :63], basis[0, 0]), (weights[0], basis[0, 0, :31]),
+                          (weights, basis[0, 0]), (weights[0], weights[0].astype(np.float64))]:  # fmt: skip
+            with self.assertRaises((sluice.UsageError, TypeError)):
+                sluice.value_basis(rows, out)
+        weights[0, 3, 3] = np.inf
+        with self.assertRaises(sluice.NumericError):
+            sluice.value_basis(weights[0], basis[0, 0])
+
+
 class Docs(unittest.TestCase):
     def test_example_of_the_page_runs(self):
         page = (ROOT / "docs" / "embedding.md").read_text()

@@ -103,6 +103,22 @@ class Bundled(Case):
         all_rows = {t["cause"]: t["rows"] for t in dense.ledger()["decode"]["totals"]}
         self.assertLess(totals["hit"], all_rows["hit"] / 2)
 
+    def test_compact_takes_its_basis_from_the_model(self):
+        with self.assertRaisesRegex(sluice.UsageError, "give it `model`"):
+            self.cache(policies=["compact"])
+        with self.assertRaisesRegex(sluice.UsageError, "v_proj"):
+            self.cache(policies=["compact"], model=tiny("phi3"))
+        how = {"policies": ["compact prune=top_k(64)"], "model": self.model}
+        cache = self.cache(**how)
+        logits = [self.generate(c, output_logits=True, return_dict_in_generate=True).logits[1]
+                  for c in (cache, self.cache())]  # fmt: skip
+        sluice_kl = torch.nn.functional.kl_div(
+            logits[0].log_softmax(-1), logits[1].log_softmax(-1), log_target=True, reduction="sum"
+        )
+        self.assertLess(float(sluice_kl), 0.02)
+        totals = {t["cause"]: t["rows"] for t in cache.ledger()["decode"]["totals"]}
+        self.assertGreater(totals["value_read"], 0)
+
     def test_goes_on_crops_and_resets(self):
         cache = self.cache()
         answer = self.generate(cache)

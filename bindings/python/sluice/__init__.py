@@ -36,6 +36,7 @@ from ._sluice import (
     UsageError,
     __version__,
     parse_policy,
+    value_basis,
 )
 
 __all__ = [
@@ -63,6 +64,7 @@ __all__ = [
     "__version__",
     "parse_policy",
     "pieces",
+    "value_basis",
 ]
 
 

@@ -22,7 +22,7 @@ from transformers.masking_utils import (
     sdpa_mask,
 )
 
-from . import KvCache, PromptError, UsageError
+from . import KvCache, PromptError, UsageError, parse_policy, value_basis
 
 __all__ = ["SluiceCache"]
 
@@ -97,13 +97,19 @@ class SluiceCache(DynamicCache):
     `policies`, `device`, `threads`, `device_memory`, `host_memory` and `row_cache` are those of
     sluice.KvCache. `rows` is the type of the rows; None: the model's. `chunk` is the most tokens of
     one forward: give it to generate() as prefill_chunk_size, or make it as long as the prompts.
+    `model`, whose config it is, is what policies with components=half, such as compact, need.
     """
 
-    def __init__(self, config, *, context, policies=(), chunk=512, rows=None, **options):
+    def __init__(self, config, *, context, policies=(), chunk=512, rows=None, model=None, **options):
         text = config.get_text_config(decoder=True)
         super().__init__(config=text)
-        if any("correct=" in policy for policy in policies):
+        settings = [parse_policy(policy) for policy in policies]
+        if any("correct=" in policy for policy in settings):
             raise UsageError("SluiceCache: transformers cannot recompute tokens, so no `correct`")
+        self._projections = None  # of the values of its layers, for policies that need a basis
+        halves = any("components=half" in policy for policy in settings)
+        if halves and model is None:
+            raise UsageError("SluiceCache: components=half needs the weights; give it `model`")
         self.chunk = chunk
         self.kv = None  # made when the first keys tell its shape
         self.sequence = None
@@ -122,6 +128,12 @@ class SluiceCache(DynamicCache):
                 self._layers.append(self.layers[number])
         if not self._layers:
             raise UsageError("SluiceCache: no layer of this model attends to everything")
+        if halves:
+            self._projections = [
+                value_projection(model, number)
+                for number, layer in enumerate(self.layers)
+                if isinstance(layer, SluiceLayer)
+            ]
 
     def ledger(self):
         """The rows and bytes that moved or were read; None before the first forward."""
@@ -182,6 +194,8 @@ class SluiceCache(DynamicCache):
         if keys.is_cuda and settings["device"].startswith("cuda"):
             self._stream = torch.cuda.current_stream(keys.device)
             settings["stream"] = self._stream.cuda_stream or DEFAULT_STREAM
+        if self._projections is not None:
+            settings["value_basis"] = basis_of(self._projections, keys.shape[1], keys.shape[3])
         self.kv = KvCache(
             layers=len(self._layers),
             query_heads=keys.shape[1] * self._group,
@@ -221,6 +235,29 @@ class SluiceCache(DynamicCache):
         self._stream.wait_stream(current)
         yield
         current.wait_stream(self._stream)
+
+
+def value_projection(model, number):
+    """The weights of a layer's value projection, [kv_heads * head_dim, hidden]."""
+    layers = model.get_decoder().layers
+    attention = getattr(layers[number], "self_attn", None)
+    weight = getattr(getattr(attention, "v_proj", None), "weight", None)
+    if weight is None or weight.dtype not in ROWS or weight.dim() != 2:
+        raise UsageError(
+            "SluiceCache: components=half needs self_attn.v_proj of every layer, with weights in "
+            "float32, float16 or bfloat16"
+        )
+    return weight
+
+
+def basis_of(projections, kv_heads, head_dim):
+    """KvCache's value_basis, [layers, kv_heads, head_dim / 2, head_dim]."""
+    basis = torch.empty((len(projections), kv_heads, head_dim // 2, head_dim))
+    for of_layer, projection in zip(basis, projections, strict=True):
+        weights = projection.detach().to("cpu").reshape(kv_heads, head_dim, -1)
+        for of_head, rows in zip(of_layer, weights, strict=True):
+            value_basis(rows.contiguous(), of_head)
+    return basis
 
 
 def rows_of(tensor):

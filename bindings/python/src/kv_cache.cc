@@ -3,10 +3,12 @@
 
 #include <nanobind/stl/filesystem.h>
 
+#include <algorithm>
 #include <string_view>
 #include <thread>
 
 #include "bindings/python/src/common.h"
+#include "sluice/value_basis.h"
 
 namespace sluice::python {
 namespace {
@@ -100,6 +102,43 @@ void attend(PyStep& self, int layer, const Input& queries, const Output& out) {
   self.step.attend(layer, q, o);
 }
 
+// The bytes of a float array in host memory without gaps, whatever its dimensions.
+template <typename Array>
+std::size_t dense_bytes(const Array& array, const char* name) {
+  std::int64_t stride = 1;
+  for (std::size_t i = array.ndim(); i-- > 0;) {
+    if (array.shape(i) > 1 && array.stride(i) != stride) {
+      refuse(std::string(name) + ": the array has to be contiguous");
+    }
+    stride *= static_cast<std::int64_t>(array.shape(i));
+  }
+  if (array.device_type() != nb::device::cpu::value) {
+    refuse(std::string(name) + ": the array has to be in host memory");
+  }
+  return static_cast<std::size_t>(stride) * size_of(dtype_of(array, name));
+}
+
+void write_value_basis(const Input& weights, const Output& out) {
+  if (weights.ndim() != 2) refuse("weights: the shape has to be (head_dim, hidden)");
+  const std::size_t bytes = dense_bytes(weights, "weights");
+  const auto head_dim = static_cast<int>(std::min<std::size_t>(weights.shape(0), 1u << 16));
+  const std::vector<float> basis =
+      value_basis({static_cast<const std::byte*>(weights.data()), bytes},
+                  dtype_of(weights, "weights"), head_dim);
+  if (dtype_of(out, "out") != DType::f32 ||
+      dense_bytes(out, "out") != basis.size() * sizeof(float)) {
+    refuse("out: float32 of shape (head_dim / 2, head_dim) is needed");
+  }
+  std::copy(basis.begin(), basis.end(), static_cast<float*>(out.data()));
+}
+
+std::vector<float> floats_of(const Input& array, const char* name) {
+  const std::size_t bytes = dense_bytes(array, name);
+  if (dtype_of(array, name) != DType::f32) refuse(std::string(name) + ": float32 is needed");
+  const auto* const first = static_cast<const float*>(array.data());
+  return {first, first + bytes / sizeof(float)};
+}
+
 Phase phase_named(std::string_view name) {
   for (const Phase phase : {Phase::prefill, Phase::decode, Phase::correction}) {
     if (name == to_string(phase)) return phase;
@@ -114,8 +153,9 @@ std::shared_ptr<PyCache> open_cache(
     std::optional<double> scale, std::optional<std::uint64_t> device_memory,
     std::optional<std::uint64_t> host_memory, std::optional<std::uint64_t> row_cache,
     const std::vector<std::filesystem::path>& disk, std::optional<std::uint64_t> disk_bytes,
-    std::uintptr_t stream) {
+    std::uintptr_t stream, const std::optional<Input>& basis) {
   KvConfig config;
+  if (basis) config.value_basis = floats_of(*basis, "value_basis");
   config.shape = {layers, query_heads, kv_heads, head_dim, DType::bf16};
   if (rows == "f32") config.shape.rows = DType::f32;
   if (rows == "f16") config.shape.rows = DType::f16;
@@ -240,6 +280,9 @@ void bind_kv_cache(nb::module_& module) {
         self.step.end();
       });
   bind_sequence(module);
+  module.def("value_basis", &write_value_basis, nb::arg("weights"), nb::arg("out"),
+             "Writes the basis of one KV head's values to `out`, float32 (head_dim / 2, head_dim). "
+             "`weights` (head_dim, hidden) are the head's rows of the value projection.");
   nb::class_<PyCache>(module, "KvCache", "The KV cache alone; sluice/kv_cache.h says more.")
       .def(nb::new_(&open_cache), nb::kw_only(), nb::arg("layers"), nb::arg("query_heads"),
            nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("context"), nb::arg("rows") = "bf16",
@@ -249,10 +292,14 @@ void bind_kv_cache(nb::module_& module) {
            nb::arg("device_memory") = nb::none(), nb::arg("host_memory") = nb::none(),
            nb::arg("row_cache") = nb::none(),
            nb::arg("disk") = std::vector<std::filesystem::path>(),
-           nb::arg("disk_bytes") = nb::none(), nb::arg("stream") = 0, Unlocked(),
+           nb::arg("disk_bytes") = nb::none(), nb::arg("stream") = 0,
+           nb::arg("value_basis") = nb::none(), Unlocked(),
            "`stream` is a cudaStream_t as a number, 1 for CUDA's default stream. The cache then "
            "computes in its order: arrays on the GPU need not be ready when they are passed, and "
-           "only end() waits. 0: the cache has a stream of its own, and every call waits.")
+           "only end() waits. 0: the cache has a stream of its own, and every call waits. "
+           "`value_basis`, float32 (layers, kv_heads, head_dim / 2, head_dim), is what policies "
+           "with "
+           "components=half, such as compact, need: see value_basis().")
       .def(
           "new_sequence",
           [](const std::shared_ptr<PyCache>& self) {
