@@ -15,7 +15,7 @@
 namespace sluice::tools {
 namespace {
 
-std::string row(const char* name, const std::string& value) {
+std::string labelled(const char* name, const std::string& value) {
   std::array<char, 32> label{};
   std::snprintf(label.data(), label.size(), "%-18s ", name);
   return label.data() + value + "\n";
@@ -23,33 +23,37 @@ std::string row(const char* name, const std::string& value) {
 
 std::string describe(const ModelInfo& info) {
   const KvShape& kv = info.kv;
-  std::string text = row("architecture", info.architecture);
+  std::string text = labelled("architecture", info.architecture);
   const std::string dtype(to_string(info.weight_dtype));
   const bool alike =
       info.weight_bytes == static_cast<std::uint64_t>(info.parameters) * size_of(info.weight_dtype);
-  text += row("parameters",
-              std::to_string(info.parameters) + " (" + format_bytes(info.weight_bytes) + " in " +
-                  (alike ? dtype : info.stored_types + ", matrices read as " + dtype) + ")");
-  text += row("layers", std::to_string(kv.layers));
-  text += row("hidden",
-              std::to_string(info.hidden) + ", feed-forward " + std::to_string(info.intermediate));
-  text += row("heads", std::to_string(kv.query_heads) + " query, " + std::to_string(kv.kv_heads) +
-                           " KV, head_dim " + std::to_string(kv.head_dim));
-  text += row("vocabulary",
-              std::to_string(info.vocabulary) + (info.tied_embeddings ? ", tied embeddings" : ""));
-  text += row("trained context", std::to_string(info.trained_context) + " tokens");
+  text +=
+      labelled("parameters",
+               std::to_string(info.parameters) + " (" + format_bytes(info.weight_bytes) + " in " +
+                   (alike ? dtype : info.stored_types + ", matrices read as " + dtype) + ")");
+  text += labelled("layers", std::to_string(kv.layers));
+  text += labelled("hidden", std::to_string(info.hidden) + ", feed-forward " +
+                                 std::to_string(info.intermediate));
+  text +=
+      labelled("heads", std::to_string(kv.query_heads) + " query, " + std::to_string(kv.kv_heads) +
+                            " KV, head_dim " + std::to_string(kv.head_dim));
+  text += labelled("vocabulary", std::to_string(info.vocabulary) +
+                                     (info.tied_embeddings ? ", tied embeddings" : ""));
+  text += labelled("trained context", std::to_string(info.trained_context) + " tokens");
   if (info.window) {
-    text += row("window", std::to_string(*info.window) +
-                              (info.window_limits ? " tokens, which no context may exceed"
-                                                  : " tokens, all that some layers attend to"));
+    text +=
+        labelled("window", std::to_string(*info.window) +
+                               (info.window_limits ? " tokens, which no context may exceed"
+                                                   : " tokens, all that some layers attend to"));
   }
-  text += row("row", format_bytes(kv.row_bytes()) + " per token, layer and KV head");
-  text += row("KV cache", format_bytes(kv.token_bytes()) + " per token in " + to_string(kv.rows));
+  text += labelled("row", format_bytes(kv.row_bytes()) + " per token, layer and KV head");
+  text +=
+      labelled("KV cache", format_bytes(kv.token_bytes()) + " per token in " + to_string(kv.rows));
   for (std::int64_t tokens : {8192, 131072, 1048576}) {
     const bool is_last = info.window_limits && tokens >= *info.window;
     if (is_last) tokens = *info.window;
-    text += row("", format_bytes(kv.token_bytes() * static_cast<std::uint64_t>(tokens)) + " at " +
-                        std::to_string(tokens) + " tokens");
+    text += labelled("", format_bytes(kv.token_bytes() * static_cast<std::uint64_t>(tokens)) +
+                             " at " + std::to_string(tokens) + " tokens");
     if (is_last) break;
   }
   return text;
