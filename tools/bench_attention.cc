@@ -5,9 +5,11 @@
 #include <utility>
 
 #include "engine/planning/tables.h"
+#include "engine/value_basis.h"
 #include "lib/text.h"
 #include "sluice/errors.h"
 #include "tools/bench_arrays.h"
+#include "tools/bench_basis.h"
 #include "tools/bench_positions.h"
 #include "tools/bench_replay.h"
 #include "tools/bench_subject.h"
@@ -151,6 +153,9 @@ class AttentionSubject : public BenchSubject {
     KvConfig config = cache_of(base_, key, policy, steps_);
     if (watch.check != nullptr) config.counter = recount_.counter;
     config.reports_positions = watch.positions != nullptr;
+    if (halves_values({&policy, 1}, base_.shape.layers)) {
+      config.value_basis = basis_of_rows(*rows.sequences.front(), rows.first, key.context);
+    }
     if (!key.device_memory.empty()) {
       config.device_memory = parse_cap(key.device_memory, "--device-memory");
     }

@@ -256,6 +256,25 @@ class BenchArrays(unittest.TestCase):
                 self.assertEqual(of_whole[key][name], cell[name])
         self.assertGreater(of_part["streaming recent=16", 200, "128KiB", 1]["output_error"]["mean"], 0.01)
 
+    def test_components_are_those_of_the_values(self):
+        policy = "select=int4 prune=none compensate=values(bits=4,components={},pages=1)"
+        half, whole = policy.format("half"), policy.format("all")
+        errors = {}
+        for is_spanned in (True, False):
+            arrays = Arrays(400, 2)
+            if is_spanned:  # by half of the channels
+                values = arrays.values["v"]
+                arrays.values["v"] = [v if i % HEAD_DIM < HEAD_DIM // 2 else 0 for i, v in enumerate(values)]
+            path = arrays.safetensors(self.folder / "a.safetensors")
+            cells = self.cells("--arrays", path, "--warm-up", 0, "--policy", half, whole)
+            errors[is_spanned] = [cells[p, 400, None, 1]["output_error"]["mean"] for p in (half, whole)]
+        self.assertLess(errors[True][0], 1.2 * errors[True][1], errors)
+        self.assertGreater(errors[False][0], 2 * errors[False][1], errors)
+        done = self.bench("--shape", "llama3.2-1b", "--policy", "compact", "--no-baseline",
+                          "--context", 300, "--steps", 1, "--warm-up", 0)  # fmt: skip
+        self.assertIn("compact", done.stdout)
+        self.assertNotIn("failed", done.stdout + done.stderr)
+
     def test_a_recording_replays_the_rows_and_bytes_of_its_run(self):
         recording = self.folder / "recorded.safetensors"
         for policy in ("dense", "values", "quest"):
