@@ -16,12 +16,14 @@
 #include "io/checksum.h"
 #include "lib/bytes.h"
 #include "lib/counted_queue.h"
+#include "lib/text.h"
 #include "lib/traced_queue.h"
 #include "offload/attention/host_share.h"
 #include "offload/backends.h"
 #include "offload/plan/index_layout.h"
 #include "offload/plan/planner.h"
 #include "sluice/errors.h"
+#include "sluice/format_names.h"
 
 namespace sluice {
 namespace {
@@ -43,8 +45,8 @@ void validate(const EngineConfig& config) {
                                       std::to_string(config.threads));
   }
   if (!is_known(config.kv_dtype) || !is_known(config.compute.value_or(DType::f32))) {
-    throw Error(ErrorCode::usage,
-                "`kv_dtype` must be f32, f16, bf16 or int8, and `compute` f32, f16 or bf16");
+    throw Error(ErrorCode::usage, "`kv_dtype` must be " + alternatives(row_format_names()) +
+                                      ", and `compute` " + alternatives(dtype_names()));
   }
   if (config.weights && !config.weights->is_coded()) {
     throw Error(ErrorCode::usage,

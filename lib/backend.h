@@ -67,6 +67,10 @@ struct BackendInfo {
   // Bytes of the rows in host memory that a step selects in a layer: from this size on, looking
   // them up in a row cache takes less time than fetching them again.
   std::uint64_t cached_bytes = 0;
+
+  bool takes(const RowFormat& rows) const {
+    return rows.is_coded() ? coded_rows : rows != DType::f32 || f32_rows;
+  }
 };
 
 // The work of a session that determines the memory that CPU threads take for themselves.

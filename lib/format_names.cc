@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 
+#include "lib/text.h"
 #include "sluice/errors.h"
 
 namespace sluice {
@@ -23,12 +24,8 @@ auto parse(const auto& formats, std::string_view name, std::string_view setting)
   const auto found = std::find_if(formats.begin(), formats.end(),
                                   [&](const auto& format) { return to_string(format) == name; });
   if (found != formats.end()) return *found;
-  std::string message = "`" + std::string(setting) + "` is ";
-  const std::vector<std::string> names = names_of(formats);
-  for (std::size_t i = 0; i < names.size(); ++i) {
-    message += (i == 0 ? "" : i + 1 == names.size() ? " or " : ", ") + names[i];
-  }
-  throw Error(ErrorCode::usage, message);
+  throw Error(ErrorCode::usage,
+              "`" + std::string(setting) + "` is " + alternatives(names_of(formats)));
 }
 
 }  // namespace

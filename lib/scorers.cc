@@ -4,21 +4,12 @@
 
 #include "lib/scorers/guarded.h"
 #include "lib/scorers/own.h"
+#include "lib/text.h"
 #include "sluice/errors.h"
 #include "sluice/scorer.h"
 
 namespace sluice {
 namespace {
-
-// "a, b or c".
-std::string alternatives(const std::vector<std::string>& names) {
-  std::string text;
-  for (std::size_t i = 0; i < names.size(); ++i) {
-    if (i > 0) text += i + 1 == names.size() ? " or " : ", ";
-    text += names[i];
-  }
-  return text;
-}
 
 bool may_be_name(std::string_view name) {
   const auto fits = [](char c) {

@@ -84,6 +84,14 @@ std::string in_quotes(std::string_view text) {
   return "'" + escaped(front(text, kLongestName)) + std::string(kCut) + "'";
 }
 
+std::string alternatives(const std::vector<std::string>& names) {
+  std::string text;
+  for (std::size_t i = 0; i < names.size(); ++i) {
+    text += (i == 0 ? "" : i + 1 == names.size() ? " or " : ", ") + names[i];
+  }
+  return text;
+}
+
 std::string_view to_string(ErrorCode code) {
   constexpr std::array<std::string_view, 10> kNames = {
       "usage",  "not_found", "corrupt", "unsupported", "tokenizer",

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <string>
 #include <string_view>
+#include <vector>
 
 namespace sluice {
 
@@ -24,6 +25,9 @@ std::string digits(T value) {
   std::array<char, 32> text{};
   return {text.data(), std::to_chars(text.data(), text.data() + text.size(), value).ptr};
 }
+
+// "a, b or c".
+std::string alternatives(const std::vector<std::string>& names);
 
 // Says that a text of `bytes` bytes breaks off or goes wrong at `byte`, counted from 1.
 std::string json_fault(std::size_t byte, std::size_t bytes);

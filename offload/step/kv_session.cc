@@ -6,18 +6,29 @@
 #include <utility>
 
 #include "lib/check.h"
+#include "lib/text.h"
 #include "sluice/errors.h"
+#include "sluice/format_names.h"
 
 namespace sluice {
+namespace {
+
+// "bf16, f16 or int8".
+std::string formats_of(const BackendInfo& info) {
+  std::vector<std::string> names = row_format_names();
+  std::erase_if(names, [&](const std::string& name) {
+    return !info.takes(parse_row_format(name, "kv_dtype"));
+  });
+  return alternatives(names);
+}
+
+}  // namespace
 
 void require_supported(const BackendInfo& info, const KvShape& shape) {
-  const bool supported =
-      shape.rows.is_coded() ? info.coded_rows : shape.rows != DType::f32 || info.f32_rows;
-  if (!supported) {
-    throw Error(ErrorCode::unsupported,
-                "device " + info.name + " keeps rows in " +
-                    (info.coded_rows ? "bf16, f16 or int8" : "bf16 or f16") + ", not " +
-                    to_string(shape.rows) + " (`kv_dtype`)");
+  if (!info.takes(shape.rows)) {
+    throw Error(ErrorCode::unsupported, "device " + info.name + " keeps rows in " +
+                                            formats_of(info) + ", not " + to_string(shape.rows) +
+                                            " (`kv_dtype`)");
   }
   if (!shape.rows.fits(shape.head_dim)) {
     throw Error(ErrorCode::unsupported, "rows in " + to_string(shape.rows) +

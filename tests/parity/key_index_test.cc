@@ -70,9 +70,7 @@ class KeyIndexParity : public ::testing::TestWithParam<Param> {
   void SetUp() override {
     backend_ = testing::make_or_skip(std::get<NamedBackend>(GetParam()));
     const RowFormat rows = shape().rows;
-    const BackendInfo* const info = backend_ == nullptr ? nullptr : &backend_->info();
-    if (info != nullptr &&
-        !(rows.is_coded() ? info->coded_rows : rows != DType::f32 || info->f32_rows)) {
+    if (backend_ != nullptr && !backend_->info().takes(rows)) {
       GTEST_SKIP() << "no rows of " << to_string(rows);
     }
   }

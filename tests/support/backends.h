@@ -109,10 +109,7 @@ inline std::unique_ptr<Device> make_or_skip(const NamedBackend& backend, int hea
 inline std::unique_ptr<Device> make_or_skip(const NamedBackend& backend, const KvShape& shape) {
   std::unique_ptr<Device> device = make_or_skip(backend, shape.head_dim);
   if (device == nullptr) return nullptr;
-  const BackendInfo& info = device->info();
-  if (shape.rows.is_coded() ? info.coded_rows : shape.rows != DType::f32 || info.f32_rows) {
-    return device;
-  }
+  if (device->info().takes(shape.rows)) return device;
   [&] { GTEST_SKIP() << "no rows of " << to_string(shape.rows); }();
   return nullptr;
 }
