@@ -40,10 +40,8 @@ int nearest_with(float x, int bit) {
   return code > 127 ? code - 2 : code;
 }
 
-}  // namespace
-
-void encode_elements(const float* from, int head_dim, std::byte* codes) {
-  check(head_dim % kScaleCodes == 0, "rows: a head_dim that int8 does not fit");
+// A key or value in int8.
+void encode_int8(const float* from, int head_dim, std::byte* codes) {
   const std::uint16_t bits = scale_bits(largest_of(from, head_dim));
   const float scale = bf16_to_float(bits);
   const auto bit = [&](int c) { return bits >> c & 1; };
@@ -60,10 +58,20 @@ void encode_elements(const float* from, int head_dim, std::byte* codes) {
   }
 }
 
-void decode_elements(const std::byte* codes, int head_dim, float* to) {
-  const float scale = scale_of(codes);
+}  // namespace
+
+void encode_row(RowCode format, const float* key, const float* value, int head_dim,
+                std::byte* row) {
+  const RowFormat rows = format;
+  check(rows.is_coded() && rows.fits(head_dim), "rows: a head_dim that the code does not fit");
+  encode_int8(key, head_dim, row);
+  encode_int8(value, head_dim, row + rows.value_offset(head_dim));
+}
+
+void decode_part(PartCode /*code*/, const std::byte* part, int head_dim, float* to) {
+  const float scale = scale_of(part);
   for (int c = 0; c < head_dim; ++c) {
-    to[c] = scale * static_cast<float>(static_cast<std::int8_t>(codes[c]));
+    to[c] = scale * static_cast<float>(static_cast<std::int8_t>(part[c]));
   }
 }
 

@@ -125,12 +125,15 @@ void widen_codes(const std::byte* codes, std::size_t head_dim, std::uint16_t* to
 
 #pragma GCC pop_options
 
-// Copies the key or value that begins at `from`, or its codes, as bf16.
-void copy_bf16(const AttendTile& tile, const std::byte* from, std::uint16_t* to) {
-  if (tile.format.is_coded()) {
-    return widen_codes(from, static_cast<std::size_t>(tile.head_dim), to);
+// Copies the key or value [head_dim] that begins at `part` as bf16. Returns its scale: codes are
+// copied without.
+float copy_bf16(PartCode code, const std::byte* part, std::size_t head_dim, std::uint16_t* to) {
+  if (code == PartCode::int8) {
+    widen_codes(part, head_dim, to);
+    return scale_of(part);
   }
-  std::memcpy(to, from, tile.value_offset());
+  std::memcpy(to, part, head_dim * sizeof *to);
+  return 1.0f;
 }
 
 // Rows [first, first + rows) in place, or a zero-padded copy of bf16 if they are not whole tiles of
@@ -149,11 +152,10 @@ Block make_block(const AttendTile& tile, const PanelState& s, std::int64_t first
   std::fill_n(s.key_scales, 2 * kBlockRows, 0.0f);
   for (std::size_t r = 0; r < rows; ++r) {
     const std::byte* const row = k + r * tile.row_bytes;
-    copy_bf16(tile, row, s.padded + r * stride);
-    copy_bf16(tile, row + tile.value_offset(), s.padded + r * stride + s.head_dim);
-    if (!tile.format.is_coded()) continue;
-    s.key_scales[r] = scale_of(row);
-    s.value_scales[r] = scale_of(row + tile.value_offset());
+    std::uint16_t* const to = s.padded + r * stride;
+    s.key_scales[r] = copy_bf16(tile.format.key().code, row, d, to);
+    s.value_scales[r] =
+        copy_bf16(tile.format.value().code, row + tile.value_offset(), d, to + s.head_dim);
   }
   return {s.padded, s.padded + s.head_dim, stride, whole, first};
 }

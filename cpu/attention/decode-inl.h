@@ -110,7 +110,7 @@ HWY_NOINLINE void score_rows(const RowBlock& block, const float* HWY_RESTRICT q,
       VF queries[kQ];
       for (std::size_t g = 0; g < kQ; ++g) queries[g] = hn::Load(df, q + g * d + c);
       for (std::size_t r = 0; r < kR; ++r) {
-        const VF key = load_floats(keys[r] + c);
+        const VF key = load_channels(keys[r], c);
         for (std::size_t g = 0; g < kQ; ++g) {
           sums[r * kQ + g] = hn::MulAdd(queries[g], key, sums[r * kQ + g]);
         }
@@ -123,7 +123,7 @@ HWY_NOINLINE void score_rows(const RowBlock& block, const float* HWY_RESTRICT q,
       products = hn::Mul(products, hn::Load(df, scales));
     }
     hn::Store(products, df, scores + first * kQ);
-    for (std::size_t r = 0; r < kR; ++r) prefetch(block, keys[r], d * sizeof(T));
+    for (std::size_t r = 0; r < kR; ++r) prefetch(block, keys[r], bytes_of<T>(d));
   }
 }
 
@@ -139,10 +139,11 @@ HWY_INLINE void add_columns(const RowBlock& block, const float* HWY_RESTRICT wei
   }
   for (std::size_t first = 0; first < block.rows; first += kR) {
     for (std::size_t r = 0; r < kR; ++r) {
-      const T* const row = block.value<T>(first + r) + c;
-      prefetch(block, row, kW * kLanes * sizeof(T));
+      const T* const row = block.value<T>(first + r);
+      prefetch(block, reinterpret_cast<const std::byte*>(row) + bytes_of<T>(c),
+               bytes_of<T>(kW * kLanes));
       VF v[kW];
-      for (std::size_t w = 0; w < kW; ++w) v[w] = load_floats(row + w * kLanes);
+      for (std::size_t w = 0; w < kW; ++w) v[w] = load_channels(row, c + w * kLanes);
       for (std::size_t g = 0; g < kQ; ++g) {
         const VF weight = hn::Set(df, weights[(first + r) * kQ + g]);
         for (std::size_t w = 0; w < kW; ++w) {
@@ -245,31 +246,32 @@ void scale_weights(const RowBlock& block, float* HWY_RESTRICT weights) {
 }
 
 // Attends to a block whose first row is row `first`.
-template <int kQ, typename T>
+template <int kQ, typename Rows>
 void attend_block(const AttendTile& tile, const DecodeState& state, const RowBlock& block,
                   std::int64_t first) {
+  using Value = typename Rows::Value;
   const std::size_t d = state.head_dim;
   const auto end = first + static_cast<std::int64_t>(block.rows);
   for (std::size_t bunch = 0; bunch * kQ < state.queries; ++bunch) {
-    score_rows<kQ, T>(block, state.q + bunch * kQ * d, d, state.scores);
+    score_rows<kQ, typename Rows::Key>(block, state.q + bunch * kQ * d, d, state.scores);
     if (block.rows % (kLanes / kQ) != 0 || end > tile.visible_to(0) ||
         first < tile.first_of(tile.queries - 1)) {
       mask_scores<kQ>(tile, static_cast<int>(bunch), first, block.rows, state.scores);
     }
     weigh_scores<kQ>(state, bunch, block.rows, state.scores);
-    if constexpr (kHasScale<T>) scale_weights<kQ, T>(block, state.scores);
-    add_values<kQ, T>(block, state.scores, d, state.values + bunch * kQ * d);
+    if constexpr (kHasScale<Value>) scale_weights<kQ, Value>(block, state.scores);
+    add_values<kQ, Value>(block, state.scores, d, state.values + bunch * kQ * d);
   }
 }
 
 // Unpacks rows that are not whole vectors to 2 * head_dim floats each in scratch.
-template <typename T>
+template <typename Rows>
 RowBlock unpack_block(const AttendTile& tile, const DecodeState& state, const RowBlock& from) {
   const auto d = static_cast<std::size_t>(tile.head_dim);
   for (std::size_t r = 0; r < from.rows; ++r) {
     float* const to = state.unpacked + r * 2 * state.head_dim;
-    unpack(from.key<T>(r), d, state.head_dim, to);
-    unpack(from.value<T>(r), d, state.head_dim, to + state.head_dim);
+    unpack(from.key<typename Rows::Key>(r), d, state.head_dim, to);
+    unpack(from.value<typename Rows::Value>(r), d, state.head_dim, to + state.head_dim);
   }
   const auto* const k = reinterpret_cast<const std::byte*>(state.unpacked);
   const std::size_t half = state.head_dim * sizeof(float);
@@ -287,7 +289,7 @@ HWY_INLINE RowBlock block_at(const AttendTile& tile, const DecodeState& state,
 }
 
 // Attends to the first `count` rows of a run; `before` rows precede the run.
-template <int kQ, typename T>
+template <int kQ, typename Rows>
 void attend_run(const AttendTile& tile, const DecodeState& state, const std::byte* rows,
                 std::int64_t count, std::int64_t before) {
   const bool whole = static_cast<std::size_t>(tile.head_dim) == state.head_dim;
@@ -295,19 +297,20 @@ void attend_run(const AttendTile& tile, const DecodeState& state, const std::byt
   for (std::int64_t first = 0; first < count; first += step) {
     const RowBlock block = block_at(tile, state, rows, first, count);
     if (whole) {
-      attend_block<kQ, T>(tile, state, block, before + first);
+      attend_block<kQ, Rows>(tile, state, block, before + first);
     } else {
-      attend_block<kQ, float>(tile, state, unpack_block<T>(tile, state, block), before + first);
+      attend_block<kQ, RowTypes<float, float>>(tile, state, unpack_block<Rows>(tile, state, block),
+                                               before + first);
     }
   }
 }
 
-template <int kQ, typename T>
+template <int kQ, typename Rows>
 void attend_rows(const AttendTile& tile, std::span<const RowSpan> runs, const DecodeState& state) {
   const std::int64_t seen = tile.visible_to(tile.queries - 1);
   std::int64_t before = 0;
   for (const RowSpan& run : runs) {
-    attend_run<kQ, T>(tile, state, run.rows, std::min(run.count, seen - before), before);
+    attend_run<kQ, Rows>(tile, state, run.rows, std::min(run.count, seen - before), before);
     before += run.count;
   }
 }
@@ -367,7 +370,7 @@ template <int kQ>
 void attend_bunches(const AttendTile& tile, std::span<const RowSpan> runs) {
   const DecodeState state = make_state(tile, kQ);
   dispatch_rows(tile.format,
-                [&](auto element) { attend_rows<kQ, decltype(element)>(tile, runs, state); });
+                [&](auto types) { attend_rows<kQ, decltype(types)>(tile, runs, state); });
   for (int m = 0; m < tile.queries; ++m) {
     const auto i = static_cast<std::size_t>(m);
     const std::size_t lane = i / kQ * kLanes + i % kQ;

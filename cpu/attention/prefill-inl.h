@@ -154,15 +154,16 @@ void attend_panel(const AttendTile& tile, const PrefillState& state, std::size_t
 }
 
 // Keys and values of rows [first, first + rows) as floats; zeros up to kPrefillRows.
-template <typename T>
+template <typename Rows>
 HWY_NOINLINE void unpack_rows(const AttendTile& tile, const PrefillState& state, std::int64_t first,
                               std::size_t rows) {
   const std::byte* const k = tile.rows + static_cast<std::size_t>(first) * tile.row_bytes;
   const RowBlock block = {k, k + tile.value_offset(), tile.row_bytes, rows};
   const auto d = static_cast<std::size_t>(tile.head_dim);
   for (std::size_t r = 0; r < rows; ++r) {
-    unpack(block.key<T>(r), d, state.stride, state.keys + r * state.stride);
-    unpack(block.value<T>(r), d, state.stride, state.row_values + r * state.stride);
+    unpack(block.key<typename Rows::Key>(r), d, state.stride, state.keys + r * state.stride);
+    unpack(block.value<typename Rows::Value>(r), d, state.stride,
+           state.row_values + r * state.stride);
   }
   const std::size_t rest = (kPrefillRows - rows) * state.stride;
   std::fill_n(state.keys + rows * state.stride, rest, 0.0f);
@@ -172,7 +173,7 @@ HWY_NOINLINE void unpack_rows(const AttendTile& tile, const PrefillState& state,
 void unpack_rows(const AttendTile& tile, const PrefillState& state, std::int64_t first,
                  std::size_t rows) {
   dispatch_rows(tile.format,
-                [&](auto element) { unpack_rows<decltype(element)>(tile, state, first, rows); });
+                [&](auto types) { unpack_rows<decltype(types)>(tile, state, first, rows); });
 }
 
 // Sizes only; pointers stay null.

@@ -45,8 +45,7 @@ double inverse_rms(const float* x, std::int64_t n, float epsilon) {
 // Writes K, then V.
 void write_row(std::byte* row, const float* k, const float* v, const KvShape& shape) {
   if (shape.rows.is_coded()) {
-    encode_elements(k, shape.head_dim, row);
-    return encode_elements(v, shape.head_dim, row + shape.value_offset());
+    return encode_row(shape.rows.code, k, v, shape.head_dim, row);
   }
   for (int c = 0; c < shape.head_dim; ++c) {
     write_element(row, shape.rows.element, c, k[c]);

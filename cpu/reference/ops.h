@@ -4,7 +4,7 @@
 
 #include "lib/backend/dense_ops.h"
 #include "lib/backend/kv_ops.h"
-#include "sluice/row_code.h"
+#include "sluice/element.h"
 
 namespace sluice::cpu {
 
@@ -14,12 +14,10 @@ void write_element(void* data, DType dtype, std::int64_t index, float value);
 
 // Channel `c` of a row's key or value.
 inline float key_element(const KvShape& shape, const std::byte* row, std::int64_t c) {
-  if (shape.rows.is_coded()) return decode_element(row, c);
-  return read_element(row, shape.rows.element, c);
+  return sluice::read_element(row, shape.rows.key(), c);
 }
 inline float value_element(const KvShape& shape, const std::byte* row, std::int64_t c) {
-  if (shape.rows.is_coded()) return decode_element(row + shape.value_offset(), c);
-  return read_element(row + shape.value_offset(), shape.rows.element, c);
+  return sluice::read_element(row + shape.value_offset(), shape.rows.value(), c);
 }
 
 void reference_embed(const EmbedParams& params);

@@ -30,7 +30,7 @@ inline constexpr std::size_t kLanes = hn::MaxLanes(DF());
 
 inline constexpr float kMinusInfinity = -HUGE_VALF;
 
-// kLanes elements as floats.
+// kLanes elements from one on as floats.
 HWY_INLINE VF load_floats(const float* from) { return hn::LoadU(DF(), from); }
 
 HWY_INLINE VF load_floats(const hwy::bfloat16_t* from) {
@@ -53,7 +53,7 @@ HWY_INLINE VF load_floats(const hwy::float16_t* from) {
 #endif
 }
 
-// A code of an int8 row; the element is scale * code. The functions above give the codes.
+// A code of PartCode::int8; the element is scale * code. The functions above give the codes.
 struct Int8Code {
   std::int8_t value;
 };
@@ -65,19 +65,35 @@ HWY_INLINE VF load_floats(const Int8Code* from) {
   return hn::ConvertTo(DF(), hn::PromoteTo(integers, hn::LoadU(codes, &from->value)));
 }
 
-// The scale of the elements of a key or value that begins at `from`.
+// The scale of a key or value that begins at `part`, for what the functions above and below load.
 template <typename T>
 inline constexpr bool kHasScale = std::is_same_v<T, Int8Code>;
 template <typename T>
-HWY_INLINE float scale_of(const T* from) {
-  if constexpr (kHasScale<T>) return sluice::scale_of(reinterpret_cast<const std::byte*>(from));
+HWY_INLINE float scale_of(const T* part) {
+  if constexpr (kHasScale<T>) return sluice::scale_of(reinterpret_cast<const std::byte*>(part));
   return 1.0f;
 }
 
-// Calls body(T()) with the element type of a row.
+// Channels [c, c + kLanes) of a key or value that begins at `part`, and channel c; c is a multiple
+// of kLanes. Times scale_of(part) they are the elements.
+template <typename T>
+HWY_INLINE VF load_channels(const T* part, std::size_t c) {
+  return load_floats(part + c);
+}
+template <typename T>
+HWY_INLINE float load_channel(const T* part, std::size_t c) {
+  return load_float(part + c);
+}
+// Bytes of channels.
+template <typename T>
+HWY_INLINE constexpr std::size_t bytes_of(std::size_t channels) {
+  return channels * sizeof(T);
+}
+
+// Calls body(T()) with the type of a key's channels.
 template <typename Body>
-void dispatch_rows(const RowFormat& format, const Body& body) {
-  if (format.code == RowCode::int8) return body(Int8Code());
+void dispatch_key(const PartFormat& format, const Body& body) {
+  if (format.code == PartCode::int8) return body(Int8Code());
   switch (format.element) {
     case DType::f32:
       return body(0.0f);
@@ -86,6 +102,19 @@ void dispatch_rows(const RowFormat& format, const Body& body) {
     case DType::bf16:
       return body(hwy::bfloat16_t());
   }
+}
+
+// The types of a row's two parts.
+template <typename K, typename V>
+struct RowTypes {
+  using Key = K;
+  using Value = V;
+};
+
+// Calls body(RowTypes<K, V>()).
+template <typename Body>
+void dispatch_rows(const RowFormat& format, const Body& body) {
+  dispatch_key(format.key(), [&](auto part) { body(RowTypes<decltype(part), decltype(part)>()); });
 }
 
 HWY_INLINE float sum_lanes(VF v) { return hn::GetLane(hn::SumOfLanes(DF(), v)); }
@@ -146,8 +175,10 @@ HWY_INLINE void unpack(const T* HWY_RESTRICT from, std::size_t count, std::size_
   const float scale = scale_of(from);
   const auto scaled = [&](VF v) { return kHasScale<T> ? hn::Mul(v, hn::Set(DF(), scale)) : v; };
   std::size_t c = 0;
-  for (; c + kLanes <= count; c += kLanes) hn::StoreU(scaled(load_floats(from + c)), DF(), to + c);
-  for (; c < count; ++c) to[c] = load_float(from + c) * scale;
+  for (; c + kLanes <= count; c += kLanes) {
+    hn::StoreU(scaled(load_channels(from, c)), DF(), to + c);
+  }
+  for (; c < count; ++c) to[c] = load_channel(from, c) * scale;
   for (; c < padded; ++c) to[c] = 0.0f;
 }
 

@@ -16,7 +16,7 @@ bool add_query(const ColumnSumsParams& p, std::int64_t probe, std::int64_t query
   const std::int64_t count = p.positions[static_cast<std::size_t>(probe)] + 1;
   const float* const q = p.q + (probe * p.shape.query_heads + query_head) * p.shape.head_dim;
   const ChannelList channels = all_channels(p.shape.head_dim);
-  score_rows({rows.rows, count, p.shape.row_bytes(), p.shape.rows, p.shape.head_dim}, q,
+  score_rows({rows.rows, count, p.shape.row_bytes(), p.shape.rows.key(), p.shape.head_dim}, q,
              1.0f / std::sqrt(static_cast<float>(p.shape.head_dim)), channels, logits.data());
   if (!softmax(logits.data(), count)) return false;
   add_to(logits.data(), count, sums.data());

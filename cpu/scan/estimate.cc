@@ -143,7 +143,7 @@ class HeadScan {
     const std::size_t row_bytes = p_.shape.row_bytes();
     const RowScan scan = {
         p_.rows.row(token_.sequence, head_, first, static_cast<std::int64_t>(row_bytes)), count,
-        row_bytes, p_.shape.rows, p_.shape.head_dim};
+        row_bytes, p_.shape.rows.key(), p_.shape.head_dim};
     for (int g = 0; g < group_; ++g) {
       score_rows(scan, query(g), factor(g), channels_, logits(g) + to);
     }

@@ -35,7 +35,7 @@ struct RowScan {
   const std::byte* rows = nullptr;
   std::int64_t count = 0;
   std::size_t row_bytes = 0;
-  RowFormat format;
+  PartFormat format;  // of keys
   int head_dim = 0;
 };
 void score_rows(const RowScan& scan, const float* q, float factor, const ChannelList& channels,

@@ -20,10 +20,10 @@ void score_all_channels(const RowScan& scan, const float* q, float factor, float
         reinterpret_cast<const T*>(scan.rows + static_cast<std::size_t>(row) * scan.row_bytes);
     VF sum = hn::Zero(DF());
     for (std::size_t c = 0; c < whole; c += kLanes) {
-      sum = hn::MulAdd(load_floats(q + c), load_floats(key + c), sum);
+      sum = hn::MulAdd(load_floats(q + c), load_channels(key, c), sum);
     }
     float total = sum_lanes(sum);
-    for (std::size_t c = whole; c < d; ++c) total += q[c] * load_float(key + c);
+    for (std::size_t c = whole; c < d; ++c) total += q[c] * load_channel(key, c);
     logits[row] = total * factor * scale_of(key);
   }
 }
@@ -37,7 +37,7 @@ void score_listed(const RowScan& scan, const float* q, float factor, const Chann
     float total = 0.0f;
     for (std::size_t i = 0; i < static_cast<std::size_t>(channels.count); ++i) {
       const std::size_t c = channels.index[i];
-      total += q[c] * load_float(key + c);
+      total += q[c] * load_channel(key, c);
     }
     logits[row] = total * factor * scale_of(key);
   }
@@ -55,8 +55,8 @@ void score_typed(const RowScan& scan, const float* q, float factor, const Channe
 
 void rows_kernel(const RowScan& scan, const float* q, float factor, const ChannelList& channels,
                  float* logits) {
-  dispatch_rows(scan.format, [&](auto element) {
-    score_typed<decltype(element)>(scan, q, factor, channels, logits);
+  dispatch_key(scan.format, [&](auto channel) {
+    score_typed<decltype(channel)>(scan, q, factor, channels, logits);
   });
 }
 

@@ -16,7 +16,7 @@ std::vector<float> keys_of(const std::byte* rows, const sluice::KvShape& shape) 
   std::vector<float> keys;
   for (int token = 0; token < kPageTokens; ++token, rows += shape.row_bytes()) {
     for (int c = 0; c < shape.head_dim; ++c)
-      keys.push_back(sluice::read_element(rows, shape.rows, c));
+      keys.push_back(sluice::read_element(rows, shape.rows.key(), c));
   }
   return keys;
 }

@@ -8,9 +8,23 @@ namespace {
 
 constexpr int kAppendThreads = 128;
 
-// Codes a key or value as encode_elements() in lib/row_code.cc does, to the bit. A warp works on
-// it.
-struct Coder {
+// Sizes of numbers as bits, and the scale of those that are not finite: see lib/row_code.cc.
+constexpr std::uint32_t kInfinityBits = 0x7f800000u;
+constexpr std::uint32_t kLeastCoded = 27u << 23;  // 2^-100
+constexpr std::uint32_t kNanScale = 0x7fc0u;
+
+// Rounds |x| < 2^22 to the nearest integer, ties to even.
+__device__ __forceinline__ float nearest_integer(float x) {
+  constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23
+  return __fsub_rn(__fadd_rn(x, kRounder), kRounder);
+}
+
+// Codes a key or value as encode_row() in lib/row_code.cc does, to the bit. A warp works on it.
+template <typename T>
+struct Coder;
+
+template <>
+struct Coder<Int8Code> {
   std::uint32_t bits;  // of the scale
   float scale;
   float inverse;
@@ -21,12 +35,10 @@ struct Coder {
       largest = max(largest, __float_as_uint(from[c]) & 0x7fffffffu);
     }
     largest = __reduce_max_sync(kAllLanes, largest);
-    constexpr std::uint32_t kInfinity = 0x7f800000u;
-    constexpr std::uint32_t kLeast = 27u << 23;  // 2^-100
     const float exact = __fdiv_rn(__uint_as_float(largest), 127.0f);
-    bits = largest >= kInfinity ? 0x7fc0u
-           : largest < kLeast   ? 0u
-                                : (__float_as_uint(exact) + 0xffffu) >> 16;
+    bits = largest >= kInfinityBits ? kNanScale
+           : largest < kLeastCoded  ? 0u
+                                    : (__float_as_uint(exact) + 0xffffu) >> 16;
     scale = __uint_as_float(bits << 16);
     inverse = scale > 0.0f ? __fdiv_rn(1.0f, scale) : 0.0f;
   }
@@ -35,27 +47,59 @@ struct Coder {
   __device__ int code(float x, int c) const {
     const int bit = static_cast<int>(bits >> c % 16 & 1u);
     if (!(scale > 0.0f)) return c < 16 ? bit : 0;
-    constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23
     const float wanted = __fmul_rn(x, inverse);
-    const float nearest = __fsub_rn(__fadd_rn(wanted, kRounder), kRounder);
+    const float nearest = nearest_integer(wanted);
     int code = static_cast<int>(nearest);
     if (c >= 16) return code;
     if ((code & 1) != bit) code += wanted >= nearest ? 1 : -1;
     return code > 127 ? code - 2 : code;
   }
+
+  // Calls body(c, four codes) for this lane's channels [c, c + 4).
+  template <typename Body>
+  __device__ __forceinline__ void for_codes(const float* from, int head_dim,
+                                            const Body& body) const {
+    for (int c = static_cast<int>(threadIdx.x) % kWarp * 4; c < head_dim; c += 4 * kWarp) {
+      const auto at = [&](int i) { return code(from[c + i], c + i); };
+      body(c, make_char4(at(0), at(1), at(2), at(3)));
+    }
+  }
+
+  // Calls put(offset, word) for this lane's words of codes.
+  template <typename Put>
+  __device__ __forceinline__ void for_words(const float* from, int head_dim, const Put& put) const {
+    for_codes(from, head_dim,
+              [&](int c, char4 codes) { put(c, *reinterpret_cast<const std::uint32_t*>(&codes)); });
+  }
+  // Calls take(c, element) for this lane's channels.
+  template <typename Take>
+  __device__ __forceinline__ void for_elements(const float* from, int head_dim,
+                                               const Take& take) const {
+    for_codes(from, head_dim, [&](int c, char4 codes) {
+      take(c, scale * codes.x);
+      take(c + 1, scale * codes.y);
+      take(c + 2, scale * codes.z);
+      take(c + 3, scale * codes.w);
+    });
+  }
 };
 
-// Calls body(c, four codes) for this lane's channels [c, c + 4) of a key or value.
-template <typename Body>
-__device__ __forceinline__ void for_codes(const Coder& coder, const float* from, int head_dim,
-                                          const Body& body) {
-  for (int c = static_cast<int>(threadIdx.x) % kWarp * 4; c < head_dim; c += 4 * kWarp) {
-    const auto at = [&](int i) { return coder.code(from[c + i], c + i); };
-    body(c, make_char4(at(0), at(1), at(2), at(3)));
+// Codes the key (part 0, a warp's) or the value (part 1, another's) of a row, and calls put(offset,
+// word) for this lane's words of the row.
+template <typename Rows, typename Put>
+__device__ __forceinline__ void code_part(int part, const float* k, const float* v, int head_dim,
+                                          const Put& put) {
+  if (part == 0) {
+    const Coder<typename Rows::Key> coder(k, head_dim);
+    return coder.for_words(k, head_dim, put);
   }
+  const Coder<typename Rows::Value> coder(v, head_dim);
+  coder.for_words(v, head_dim, [&](int offset, std::uint32_t word) {
+    put(part_bytes<typename Rows::Key>(head_dim) + offset, word);
+  });
 }
 
-template <typename T>
+template <typename Rows>
 __global__ void append_kernel(const float* k, const float* v, std::int64_t stride, int head_dim,
                               std::int64_t row_bytes, const __grid_constant__ HeadRows rows,
                               const __grid_constant__ HeadRows host) {
@@ -64,26 +108,25 @@ __global__ void append_kernel(const float* k, const float* v, std::int64_t strid
   const auto head = static_cast<int>(blockIdx.y);
   const std::int64_t from = token * stride + static_cast<std::int64_t>(head) * head_dim;
   const auto row_of = [&](const HeadRows& of) {
-    return reinterpret_cast<T*>(const_cast<std::byte*>(of[head]) + token * row_bytes);
+    return const_cast<std::byte*>(of[head]) + token * row_bytes;
   };
   const bool has_host = host.base != nullptr;
-  T* const to = row_of(rows);
-  T* const also = has_host ? row_of(host) : to;
+  std::byte* const to = row_of(rows);
+  std::byte* const also = has_host ? row_of(host) : to;
+  using T = typename Rows::Key;
   if constexpr (kIsCoded<T>) {
-    const int part = static_cast<int>(threadIdx.x) / kWarp;  // 0: the key, 1: the value
+    const int part = static_cast<int>(threadIdx.x) / kWarp;
     if (part > 1) return;
-    const float* const own = (part == 0 ? k : v) + from;
-    for_codes(Coder(own, head_dim), own, head_dim, [&](int c, char4 codes) {
-      *reinterpret_cast<char4*>(to + part * head_dim + c) = codes;
-      if (has_host) *reinterpret_cast<char4*>(also + part * head_dim + c) = codes;
+    code_part<Rows>(part, k + from, v + from, head_dim, [&](int offset, std::uint32_t word) {
+      *reinterpret_cast<std::uint32_t*>(to + offset) = word;
+      if (has_host) *reinterpret_cast<std::uint32_t*>(also + offset) = word;
     });
-    return;
   } else {
     for (int c = static_cast<int>(threadIdx.x); c < 2 * head_dim;
          c += static_cast<int>(blockDim.x)) {
       const T element = from_float<T>(c < head_dim ? k[from + c] : v[from + c - head_dim]);
-      to[c] = element;
-      if (has_host) also[c] = element;
+      reinterpret_cast<T*>(to)[c] = element;
+      if (has_host) reinterpret_cast<T*>(also)[c] = element;
     }
   }
 }
@@ -98,31 +141,29 @@ __device__ __forceinline__ std::int64_t end_of_run(const TokenBatch& batch, std:
 
 // append_batch() of rows of codes for one KV head of a token. The first warp has the key, the
 // second the value and, of all tokens up to `end`, the sums.
+template <typename Rows>
 __device__ void append_codes(const AppendBatchParams& p, std::int64_t token, std::int64_t end,
-                             std::int64_t head, float* sums, Int8Code* device, Int8Code* host) {
+                             std::int64_t head, float* sums, std::byte* device, std::byte* host) {
   const int d = p.shape.head_dim;
   const int part = static_cast<int>(threadIdx.x) / kWarp;
   if (part > 1) return;
-  const float* from = (part == 0 ? p.k : p.v) + token * p.stride + head * d;
-  const auto put = [&](Int8Code* row, int c, char4 codes) {
-    if (row != nullptr) *reinterpret_cast<char4*>(row + part * d + c) = codes;
+  const std::int64_t first = token * p.stride + head * d;
+  const auto put = [&](std::byte* row, int offset, std::uint32_t word) {
+    if (row != nullptr) *reinterpret_cast<std::uint32_t*>(row + offset) = word;
   };
-  for_codes(Coder(from, d), from, d, [&](int c, char4 codes) {
-    put(device, c, codes);
-    put(host, c, codes);
+  code_part<Rows>(part, p.k + first, p.v + first, d, [&](int offset, std::uint32_t word) {
+    put(device, offset, word);
+    put(host, offset, word);
   });
   if (part == 0) return;
+  const float* value = p.v + first;
 #pragma unroll 1  // mostly one token
-  for (std::int64_t t = token; t < end; ++t, from += p.stride) {
-    const Coder coder(from, d);
-    for_codes(coder, from, d, [&](int c, char4 codes) {
-      const float own[] = {coder.scale * codes.x, coder.scale * codes.y, coder.scale * codes.z,
-                           coder.scale * codes.w};
-      for (int i = 0; i < 4; ++i) {
-        sums[c + i] += own[i];
-        if (p.token_sums == nullptr) continue;
-        p.token_sums[(t * p.shape.kv_heads + head) * d + c + i] = sums[c + i];
-      }
+  for (std::int64_t t = token; t < end; ++t, value += p.stride) {
+    const Coder<typename Rows::Value> coder(value, d);
+    coder.for_elements(value, d, [&](int c, float element) {
+      sums[c] += element;
+      if (p.token_sums == nullptr) return;
+      p.token_sums[(t * p.shape.kv_heads + head) * d + c] = sums[c];
     });
   }
 }
@@ -130,7 +171,7 @@ __device__ void append_codes(const AppendBatchParams& p, std::int64_t token, std
 // One block for each KV head of each token; that of a sequence's first token adds the values of all
 // of them to the sums, in order. The rows' addresses are looked up before the preceding kernel is
 // over, because tokens and pages stay the same during a step.
-template <typename T>
+template <typename Rows>
 __global__ void __launch_bounds__(kAppendThreads)
     append_batch_kernel(const __grid_constant__ AppendBatchParams p, std::int64_t row_bytes) {
   allow_next_kernel();
@@ -144,18 +185,17 @@ __global__ void __launch_bounds__(kAppendThreads)
       p.rows.pages[self.sequence * p.rows.table_stride + self.position / kPageTokens];
   const auto row_in = [&](std::byte* pool, std::int64_t stride, std::int64_t slot) {
     const std::int64_t row = slot * kPageTokens + self.position % kPageTokens;
-    return pool == nullptr || slot == PageSlots::kNone
-               ? nullptr
-               : reinterpret_cast<T*>(pool + head * stride + row * row_bytes);
+    return pool == nullptr || slot == PageSlots::kNone ? nullptr
+                                                       : pool + head * stride + row * row_bytes;
   };
-  T* const device = row_in(p.rows.device, p.rows.device_stride, page.device);
-  T* const host = row_in(p.rows.host, p.rows.host_stride, page.host);
+  std::byte* const device = row_in(p.rows.device, p.rows.device_stride, page.device);
+  std::byte* const host = row_in(p.rows.host, p.rows.host_stride, page.host);
   wait_for_kernel_before();
   const int d = p.shape.head_dim;
   float* const head_sums = p.sums + (std::int64_t{self.sequence} * p.shape.kv_heads + head) * d;
+  using T = typename Rows::Key;
   if constexpr (kIsCoded<T>) {
-    append_codes(p, token, end, head, head_sums, device, host);
-    return;
+    append_codes<Rows>(p, token, end, head, head_sums, device, host);
   } else {
     for (int c = static_cast<int>(threadIdx.x); c < d; c += kAppendThreads) {
       const std::int64_t channel = head * d + c;
@@ -163,10 +203,10 @@ __global__ void __launch_bounds__(kAppendThreads)
       float sum = sums_up ? *sums : 0.0f;
       const T key = from_float<T>(p.k[token * p.stride + channel]);
       T value = from_float<T>(p.v[token * p.stride + channel]);
-      const auto put = [&](T* row) {
+      const auto put = [&](std::byte* row) {
         if (row == nullptr) return;
-        row[c] = key;
-        row[d + c] = value;
+        reinterpret_cast<T*>(row)[c] = key;
+        reinterpret_cast<T*>(row)[d + c] = value;
       };
       put(device);
       put(host);
@@ -188,7 +228,8 @@ constexpr int kSumColumns = 128;
 
 template <typename T>
 __global__ void sum_values_kernel(const __grid_constant__ HeadRows rows, int head_dim,
-                                  std::int64_t row_bytes, float* sums, bool subtract) {
+                                  std::int64_t row_bytes, std::int64_t value_offset, float* sums,
+                                  bool subtract) {
   __shared__ float parts[kSumRows][kSumColumns];
   take_turn();
   const auto head = static_cast<int>(blockIdx.x);
@@ -197,9 +238,7 @@ __global__ void sum_values_kernel(const __grid_constant__ HeadRows rows, int hea
   float sum = 0.0f;
   if (channel < head_dim) {
     for (std::int64_t row = threadIdx.y; row < rows.count; row += kSumRows) {
-      const std::byte* const value =
-          rows[head] + row * row_bytes + head_dim * static_cast<int>(sizeof(T));
-      sum += element_of<T>(value, channel);
+      sum += element_of<T>(rows[head] + row * row_bytes + value_offset, channel);
     }
   }
   parts[threadIdx.y][column] = sum;
@@ -213,8 +252,8 @@ __global__ void sum_values_kernel(const __grid_constant__ HeadRows rows, int hea
 
 void append(const AppendParams& p, const Launch& launch) {
   const dim3 grid(static_cast<unsigned>(p.tokens), static_cast<unsigned>(p.shape.kv_heads));
-  dispatch_rows(p.shape.rows, [&](auto element) {
-    launch_early("append", append_kernel<decltype(element)>, grid, kAppendThreads, 0, launch, p.k,
+  dispatch_rows(p.shape.rows, [&](auto types) {
+    launch_early("append", append_kernel<decltype(types)>, grid, kAppendThreads, 0, launch, p.k,
                  p.v, p.stride, p.shape.head_dim, static_cast<std::int64_t>(p.shape.row_bytes()),
                  head_rows(p.rows), head_rows(p.host));
   });
@@ -222,8 +261,8 @@ void append(const AppendParams& p, const Launch& launch) {
 
 void append_batch(const AppendBatchParams& p, const Launch& launch) {
   const dim3 grid(static_cast<unsigned>(p.batch.count), static_cast<unsigned>(p.shape.kv_heads));
-  dispatch_rows(p.shape.rows, [&](auto element) {
-    launch_early("append_batch", append_batch_kernel<decltype(element)>, grid, kAppendThreads, 0,
+  dispatch_rows(p.shape.rows, [&](auto types) {
+    launch_early("append_batch", append_batch_kernel<decltype(types)>, grid, kAppendThreads, 0,
                  launch, p, static_cast<std::int64_t>(p.shape.row_bytes()));
   });
 }
@@ -231,10 +270,11 @@ void append_batch(const AppendBatchParams& p, const Launch& launch) {
 void sum_values(const SumValuesParams& p, const Launch& launch) {
   const auto columns = static_cast<unsigned>((p.shape.head_dim + kSumColumns - 1) / kSumColumns);
   const dim3 grid(static_cast<unsigned>(p.shape.kv_heads), columns);
-  dispatch_rows(p.shape.rows, [&](auto element) {
+  dispatch_value(p.shape.rows.value(), [&](auto element) {
     launch_early("sum_values", sum_values_kernel<decltype(element)>, grid,
                  dim3(kSumColumns, kSumRows), 0, launch, head_rows(p.rows), p.shape.head_dim,
-                 static_cast<std::int64_t>(p.shape.row_bytes()), p.sums, p.subtract);
+                 static_cast<std::int64_t>(p.shape.row_bytes()),
+                 static_cast<std::int64_t>(p.shape.value_offset()), p.sums, p.subtract);
   });
 }
 

@@ -245,12 +245,12 @@ void launch_shape(DecodeKernelParams p, const Launch& launch, std::int64_t rows)
 
 // Launches with as many warps as leave room for two stages, because a tile has 16 rows per warp: 4
 // everywhere, but 2 for rows of 1 KiB where a block has 99 KiB.
-template <typename T, int kHeadDim, int kWarps = 4>
+template <typename Rows, int kHeadDim, int kWarps = 4>
 void launch_fitting(const DecodeKernelParams& p, const Launch& launch, std::int64_t rows) {
-  using Shape = DecodeShape<T, kHeadDim, kWarps>;
+  using Shape = DecodeShape<Rows, kHeadDim, kWarps>;
   if constexpr (!fits<Shape>(gpu::kLeastSharedBytes)) {
     if (!fits<Shape>(launch.device->shared_bytes)) {
-      return launch_fitting<T, kHeadDim, kWarps / 2>(p, launch, rows);
+      return launch_fitting<Rows, kHeadDim, kWarps / 2>(p, launch, rows);
     }
   }
   launch_shape<Shape>(p, launch, rows);
@@ -284,9 +284,9 @@ DecodeKernelParams common_params(const Params& a, const Launch& launch) {
 // Launches decode for heads of at most `rows` rows.
 void run(const DecodeKernelParams& p, const KvShape& shape, const Launch& launch,
          std::int64_t rows) {
-  dispatch_rows(shape.rows, [&](auto element) {
+  dispatch_rows(shape.rows, [&](auto types) {
     dispatch_head_dim(shape.head_dim, [&](auto head_dim) {
-      launch_fitting<decltype(element), head_dim()>(p, launch, rows);
+      launch_fitting<decltype(types), head_dim()>(p, launch, rows);
     });
   });
 }

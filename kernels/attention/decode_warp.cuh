@@ -9,9 +9,9 @@ namespace sluice::cuda {
 // query l / 4; rows 8 to 15 of the matrices carry the rounding errors of rows 0 to 7.
 template <typename Shape>
 class DecodeWarp {
-  using T = MathOf<typename Shape::Element>;
+  using T = MathOf<typename Shape::Key>;
   static constexpr int kHeadDim = Shape::kHeadDim;
-  static constexpr bool kCoded = kIsCoded<typename Shape::Element>;
+  static constexpr bool kCoded = kIsCoded<typename Shape::Key>;
 
  public:
   // `q`: shared memory [queries, head_dim].
@@ -60,7 +60,7 @@ class DecodeWarp {
     std::uint32_t p[4];
     split(weights[0], weights[1], p[0], p[1]);
     split(weights[2], weights[3], p[2], p[3]);
-    const std::byte* const values = rows + Shape::kPartBytes;
+    const std::byte* const values = rows + Shape::kKeyBytes;
     if constexpr (kCoded) {
       add_codes(values, lane, p);
     } else if constexpr (Shape::kWholeLines) {
@@ -157,7 +157,7 @@ class DecodeWarp {
   __device__ static void apply_scales(const std::byte* rows, int lane, float (&logits)[4][4],
                                       float (&value_scales)[4]) {
     const float own = scale_of(rows + lane % 8 * Shape::kLotStride +
-                               lane / 8 % 2 * Shape::kRowBytes + lane / 16 * Shape::kPartBytes);
+                               lane / 8 % 2 * Shape::kRowBytes + lane / 16 * Shape::kKeyBytes);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int row = i / 2 * 8 + lane % 4 * 2 + i % 2;

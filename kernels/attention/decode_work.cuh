@@ -77,9 +77,10 @@ struct DecodeKernelParams {
 // with the queries. Rows of whole cache lines are aligned to cache lines, because copies that
 // straddle them are 5 % slower, and DecodeWarp reads them in an order that avoids bank conflicts.
 // Other lots are padded to put rows in different banks.
-template <typename T, int kDim, int kWarps>
+template <typename Rows, int kDim, int kWarps>
 struct DecodeShape {
-  using Element = T;
+  using Key = typename Rows::Key;
+  using Value = typename Rows::Value;
   static constexpr int kHeadDim = kDim;
   static constexpr int kDecodeWarps = kWarps;
   static constexpr int kTileRows = kWarpRows * kDecodeWarps;
@@ -89,13 +90,13 @@ struct DecodeShape {
   static constexpr int kFirstFinishWarp = kDecodeWarps + kFetchWarps;
   static constexpr int kThreads = (kFirstFinishWarp + kFinishWarps) * kWarp;
   static constexpr int kSteps = kHeadDim / 16;
-  static constexpr int kPartBytes = kHeadDim * static_cast<int>(sizeof(T));  // of K, or of V
-  static constexpr int kRowBytes = (2 * kPartBytes + 63) / 64 * 64;
+  static constexpr int kKeyBytes = part_bytes<Key>(kHeadDim);  // V begins behind them
+  static constexpr int kRowBytes = (kKeyBytes + part_bytes<Value>(kHeadDim) + 63) / 64 * 64;
   static constexpr int kRowChunks = kRowBytes / 16;
   static constexpr int kLots = 8;
   static constexpr int kLotRows = kTileRows / kLots;
   // Not for the widest rows, which leave no registers for it.
-  static constexpr bool kWholeLines = !kIsCoded<T> && kHeadDim % 64 == 0 && kHeadDim <= 128;
+  static constexpr bool kWholeLines = !kIsCoded<Key> && kHeadDim % 64 == 0 && kHeadDim <= 128;
   static constexpr int kLotStride = kLotRows * kRowBytes + (kWholeLines ? 0 : 16);
   static constexpr int kTileBytes = kLots * kLotStride;
   // A head's queries come with its first tile. The warps' results are written over its last.

@@ -69,7 +69,7 @@ void launch_means(const PageMeansParams& p, const Pages& pages, const Launch& la
   args.kv_heads = p.shape.kv_heads;
   args.head_dim = p.shape.head_dim;
   const dim3 grid(static_cast<unsigned>(p.pages.count), static_cast<unsigned>(p.shape.kv_heads));
-  dispatch_rows(p.shape.rows, [&](auto element) {
+  dispatch_key(p.shape.rows.key(), [&](auto element) {
     page_means_kernel<decltype(element)><<<grid, kMeanThreads, 0, launch.stream>>>(args);
   });
   require_launch("page_means");

@@ -165,6 +165,7 @@ struct WidenArgs {
   std::int64_t count = 0;  // at most, of a KV head
   int row_bytes = 0;
   int to_row_bytes = 0;
+  int value_offset = 0;  // in a coded row
   int head_dim = 0;
 };
 
@@ -177,7 +178,7 @@ __global__ void __launch_bounds__(kWidenThreads)
   const auto vector = static_cast<int>(i % (2 * of_part));
   if (row >= a.count || a.first + row >= a.from.count) return;
   const std::byte* const part =
-      a.from[head] + (a.first + row) * a.row_bytes + (vector < of_part ? 0 : a.head_dim);
+      a.from[head] + (a.first + row) * a.row_bytes + (vector < of_part ? 0 : a.value_offset);
   auto* const to =
       reinterpret_cast<uint4*>(a.to + (head * a.count + row) * a.to_row_bytes) + vector;
   *to = rounded_elements(part, vector % of_part);
@@ -196,6 +197,7 @@ void attend_coded(const AttendParams& p, const Launch& launch) {
   args.to = launch.scratch;
   args.row_bytes = static_cast<int>(p.shape.row_bytes());
   args.to_row_bytes = static_cast<int>(part.shape.row_bytes());
+  args.value_offset = static_cast<int>(p.shape.value_offset());
   args.head_dim = p.shape.head_dim;
   const std::int64_t rows = args.from.count;
   const auto most = static_cast<std::int64_t>(launch.scratch_bytes / 4 * 3 / token_bytes) /

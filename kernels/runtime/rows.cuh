@@ -11,7 +11,7 @@
 
 namespace sluice::cuda {
 
-// A code of an int8 row; the element is scale * code.
+// A code of PartCode::int8; the element is scale * code.
 struct Int8Code {
   std::int8_t value;
 };
@@ -24,11 +24,36 @@ inline constexpr bool kIsCoded = std::is_same_v<T, Int8Code>;
 template <typename T>
 using MathOf = std::conditional_t<kIsCoded<T>, __nv_bfloat16, T>;
 
-// Calls body(T()) with the element type of rows: __nv_bfloat16, __half or Int8Code.
+// Calls body(T()) with the type of a key's channels: __nv_bfloat16, __half or Int8Code.
+template <typename Body>
+void dispatch_key(const PartFormat& format, const Body& body) {
+  if (format.code == PartCode::int8) return body(Int8Code());
+  dispatch_rows(format.element, body);
+}
+
+// The same for a value's channels.
+template <typename Body>
+void dispatch_value(const PartFormat& format, const Body& body) {
+  dispatch_key(format, body);
+}
+
+// The types of a row's two parts.
+template <typename K, typename V>
+struct RowTypes {
+  using Key = K;
+  using Value = V;
+};
+
+// Calls body(RowTypes<K, V>()).
 template <typename Body>
 void dispatch_rows(const RowFormat& format, const Body& body) {
-  if (format.code == RowCode::int8) return body(Int8Code());
-  dispatch_rows(format.element, body);
+  dispatch_key(format.key(), [&](auto part) { body(RowTypes<decltype(part), decltype(part)>()); });
+}
+
+// Bytes of a key or value.
+template <typename T>
+__host__ __device__ constexpr int part_bytes(int head_dim) {
+  return head_dim * static_cast<int>(sizeof(T));
 }
 
 // The lowest bits of four codes, that of byte i at bit i: see lowest_bits() in sluice/row_code.h.

@@ -389,7 +389,7 @@ Call call_of(const ColumnSumsParams& p, std::int32_t first, std::int32_t heads,
   call.group = p.shape.group();
   call.head_dim = p.shape.head_dim;
   call.row_bytes = static_cast<std::int64_t>(p.shape.row_bytes());
-  call.is_coded = p.shape.rows.is_coded();
+  call.is_coded = p.shape.rows.key().is_coded();
   check(rows[0].count < std::int64_t{1} << 31, "too many rows for column_sums()");
   check(call.head_dim % 8 == 0 && call.group <= kMostQueries, "a shape without column sums");
   call.count = static_cast<std::int32_t>(rows[0].count);
@@ -461,8 +461,8 @@ void sum_heads(const ColumnSumsParams& params, std::int32_t first, std::int32_t 
       check(position < call.count, "a probe beyond the rows of column_sums()");
       call.positions[i] = static_cast<std::int32_t>(position);
     }
-    dispatch_rows(params.shape.rows,
-                  [&](auto element) { run_for<MathOf<decltype(element)>>(call, launch.stream); });
+    dispatch_key(params.shape.rows.key(),
+                 [&](auto element) { run_for<MathOf<decltype(element)>>(call, launch.stream); });
   }
   add_heads<<<blocks_for(call.count), kThreads, 0, launch.stream>>>(
       call.sums, call.bad, call.kv_heads, call.count, first == 0, params.sums);

@@ -402,7 +402,7 @@ void build(const char* what, const KvShape& shape, const KeyIndexView& index, co
   a.margin = index.tiles.margin();
   const int threads = (kParts * d / 2 + kWarp - 1) / kWarp * kWarp;
   const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(shape.kv_heads));
-  dispatch_rows(shape.rows, [&](auto row) {
+  dispatch_key(shape.rows.key(), [&](auto row) {
     const auto start = [&](auto kernel) {
       launch_early(what, kernel, grid, static_cast<unsigned>(threads), shared_bytes(d, index.tiles),
                    launch, a);

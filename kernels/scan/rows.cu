@@ -583,8 +583,8 @@ template <RowKind kKind>
 void launch_even(const ScanPass& pass, const RowScanArgs& a, int blocks, const Launch& launch) {
   const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(a.kv_heads),
                   static_cast<unsigned>(a.token_count));
-  dispatch_rows(pass.estimate->shape.rows,
-                [&](auto row) { launch_kind<decltype(row), kKind>(a, grid, launch); });
+  dispatch_key(pass.estimate->shape.rows.key(),
+               [&](auto row) { launch_kind<decltype(row), kKind>(a, grid, launch); });
 }
 
 // Counts the candidates of a head whose rows are on the device. Launched [kv_heads, tokens].
@@ -636,8 +636,8 @@ void scan_all_rows(const ScanPass& pass, const Launch& launch) {
   const EstimateParams& p = *pass.estimate;
   const RowScanArgs a = common_args(pass, launch);
   const dim3 grid = shared_grid(a, most_pages(p.batch) + 1);
-  dispatch_rows(p.shape.rows,
-                [&](auto row) { launch_kind<decltype(row), RowKind::all>(a, grid, launch); });
+  dispatch_key(p.shape.rows.key(),
+               [&](auto row) { launch_kind<decltype(row), RowKind::all>(a, grid, launch); });
 }
 
 void scan_candidate_rows(const ScanPass& pass, const Launch& launch) {

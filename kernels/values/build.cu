@@ -27,8 +27,9 @@ template <typename Pages>
 struct BuildArgs {
   Pages pages;
   TilePool to;
-  std::int64_t row_bytes;  // bytes from row to row
-  std::int32_t* bad;       // reported [sequences, kv_heads]
+  std::int64_t row_bytes;     // bytes from row to row
+  std::int64_t value_offset;  // of V in a row
+  std::int32_t* bad;          // reported [sequences, kv_heads]
   int head_dim;
   int channels;        // of a page
   const float* basis;  // ValueTiles::basis
@@ -194,7 +195,7 @@ __global__ void __launch_bounds__(kMaxThreads)
 #pragma unroll
   for (int k = 0; k < kThreadTokens; ++k) {
     const std::byte* const row = page.rows + (own.part * kThreadTokens + k) * a.row_bytes;
-    values[k] = load_pair(T(), row + a.head_dim * static_cast<int>(sizeof(T)), own.pair);
+    values[k] = load_pair(T(), row + a.value_offset, own.pair);
   }
   const Pair zeros{};
   Pair strange = zeros;
@@ -223,8 +224,7 @@ struct ValueSlice {
       const int token = i / (kSlice / 2);
       const int pair = i % (kSlice / 2);
       if (2 * pair >= count) continue;
-      const std::byte* const value =
-          page.rows + token * a.row_bytes + a.head_dim * static_cast<int>(sizeof(T));
+      const std::byte* const value = page.rows + token * a.row_bytes + a.value_offset;
       const float2 both = floats_of(load_pair(T(), value, first / 2 + pair));
       note_strange(both, make_float2(0.0f, 0.0f), strange);
       to_values[2 * pair * kTokenStride + token] = both.x;
@@ -296,6 +296,7 @@ void build(const char* what, const KvShape& shape, const ValueTilesView& values,
   a.pages = pages;
   a.to = TilePool(values, d);
   a.row_bytes = static_cast<std::int64_t>(shape.row_bytes());
+  a.value_offset = static_cast<std::int64_t>(shape.value_offset());
   a.bad = bad;
   a.head_dim = d;
   a.channels = channels;
@@ -304,7 +305,7 @@ void build(const char* what, const KvShape& shape, const ValueTilesView& values,
   a.step = ValueTiles::step(values.tiles.bits);
   const int threads = (kParts * channels / 2 + kWarp - 1) / kWarp * kWarp;
   const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(shape.kv_heads));
-  dispatch_rows(shape.rows, [&](auto row) {
+  dispatch_value(shape.rows.value(), [&](auto row) {
     const auto start = [&](auto kernel) {
       launch_early(what, kernel, grid, static_cast<unsigned>(threads), 0, launch, a);
     };

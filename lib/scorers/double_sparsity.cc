@@ -71,7 +71,7 @@ std::vector<int> widest(const std::byte* rows, const KvShape& shape, int count) 
     double squares = 0.0;
     for (int token = kSinks; token < kPageTokens; ++token) {
       const std::byte* const row = rows + static_cast<std::size_t>(token) * shape.row_bytes();
-      const double k = read_element(row, shape.rows, c);
+      const double k = read_element(row, shape.rows.key(), c);
       sum += k;
       squares += k * k;
     }
@@ -136,7 +136,7 @@ class DoubleSparsity : public Scorer {
         for (int token = 0; token < kPageTokens; ++token, row += row_bytes) {
           std::vector<float> key;
           for (int c = 0; c < labels.channels; ++c) {
-            key.push_back(read_element(row, shape.rows, std::to_integer<int>(numbers[c])));
+            key.push_back(read_element(row, shape.rows.key(), std::to_integer<int>(numbers[c])));
           }
           write_labels(key, labels, token, page);
         }

@@ -132,7 +132,8 @@ class KeyBlocks {
     for (std::int64_t t = 0; t < tokens; ++t) {
       const std::byte* const key = head.key(t);
       float* const to = keys_.data() + t / kKeyBlock * head_dim_ * kKeyBlock + t % kKeyBlock;
-      for (int c = 0; c < head_dim_; ++c) to[c * kKeyBlock] = read_element(key, shape.rows, c);
+      for (int c = 0; c < head_dim_; ++c)
+        to[c * kKeyBlock] = read_element(key, shape.rows.key(), c);
     }
   }
 
@@ -239,7 +240,7 @@ class HeavyHitters {
       HeavyToken& token = tokens_[i];
       if (token.key == nullptr) token.key = head_.key(token.position);
       for (int c = 0; c < shape.head_dim; ++c) {
-        key[static_cast<std::size_t>(c)] = read_element(token.key, shape.rows, c);
+        key[static_cast<std::size_t>(c)] = read_element(token.key, shape.rows.key(), c);
       }
       for (int g = 0; g < shape.group(); ++g) {
         logits[static_cast<std::size_t>(g) * count + i] =

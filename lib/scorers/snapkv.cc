@@ -194,7 +194,7 @@ class SnapKv : public Scorer {
     for (std::int64_t t = 0; t < notes.end; ++t) {
       const std::byte* const row = call.reads->key(i, head, t);
       for (int c = 0; c < shape.head_dim; ++c) {
-        key[static_cast<std::size_t>(c)] = read_element(row, shape.rows, c);
+        key[static_cast<std::size_t>(c)] = read_element(row, shape.rows.key(), c);
       }
       for (std::int64_t n = 0; n < count; ++n) {
         const std::int64_t token = n / shape.group();

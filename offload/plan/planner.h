@@ -54,7 +54,7 @@ struct HostAttentionBytes {
 // Returns true if a caller's number is a dtype that the cache knows.
 constexpr bool is_known(DType dtype) { return dtype <= DType::bf16; }
 constexpr bool is_known(const RowFormat& rows) {
-  return rows.code <= RowCode::int8 && is_known(rows.element);
+  return rows.code <= kLastRowCode && is_known(rows.element);
 }
 
 // Throws Error{usage} unless a plan may have a context of `tokens` tokens.

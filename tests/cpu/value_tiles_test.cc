@@ -208,10 +208,9 @@ class Built {
     for (std::int64_t row = 0; row < 2 * count(); ++row) {
       const auto at = values.begin() + row * head_dim;
       const std::vector<float> value(at, at + head_dim);
-      const std::vector<std::byte> bytes = testing::encoded_part(value, format);
-      std::byte* const to = &rows[static_cast<std::size_t>(row) * shape_.row_bytes()];
-      std::copy(bytes.begin(), bytes.end(), to + shape_.value_offset());
-      std::ranges::copy(testing::rounded_part(value, format), at);
+      std::ranges::copy(testing::encoded_row(value, value, format),
+                        &rows[static_cast<std::size_t>(row) * shape_.row_bytes()]);
+      std::ranges::copy(testing::rounded_value(value, format), at);
     }
     const auto d = static_cast<std::size_t>(head_dim);
     numbers = bases.empty() ? values : components_of(values, bases, d);

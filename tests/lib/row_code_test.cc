@@ -20,15 +20,19 @@ using testing::Random;
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
+// A key in int8.
 std::vector<std::byte> coded(const std::vector<float>& x) {
-  std::vector<std::byte> codes(x.size());
-  encode_elements(x.data(), static_cast<int>(x.size()), codes.data());
-  return codes;
+  std::vector<std::byte> row(2 * x.size());
+  encode_row(RowCode::int8, x.data(), x.data(), static_cast<int>(x.size()), row.data());
+  const auto half = row.begin() + static_cast<std::ptrdiff_t>(x.size());
+  EXPECT_TRUE(std::equal(row.begin(), half, half)) << "the value is coded as the key is";
+  row.resize(x.size());
+  return row;
 }
 
 std::vector<float> decoded(const std::vector<std::byte>& codes) {
   std::vector<float> x(codes.size());
-  decode_elements(codes.data(), static_cast<int>(codes.size()), x.data());
+  decode_part(PartCode::int8, codes.data(), static_cast<int>(codes.size()), x.data());
   return x;
 }
 
@@ -87,7 +91,7 @@ TEST(RowCode, ErrorsAreWithinAStep) {
       const double error = std::abs(static_cast<double>(back[i]) - static_cast<double>(x[i]));
       const double bound = c < kScaleCodes ? scale : scale / 2;
       ASSERT_LE(error, bound * (1 + 0x1p-14)) << "channel " << c << " of " << d << ": " << x[i];
-      ASSERT_EQ(back[i], decode_element(codes.data(), c));
+      ASSERT_EQ(back[i], decode_element(PartCode::int8, codes.data(), c));
     }
   }
 }

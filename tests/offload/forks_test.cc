@@ -49,8 +49,7 @@ std::vector<float> dense_answer(const Script& script, std::int64_t position) {
       c.rows.emplace_back(static_cast<std::size_t>(position + 1) * shape.row_bytes());
       for (std::int64_t row = 0; row <= position; ++row) {
         const int at = head * shape.head_dim;
-        set_row_part(c, head, row, 0, script.k(layer, row) + at);
-        set_row_part(c, head, row, 1, script.v(layer, row) + at);
+        set_row(c, head, row, script.k(layer, row) + at, script.v(layer, row) + at);
       }
     }
     const testing::AttentionOracle oracle(c);

@@ -59,7 +59,8 @@ class EveryKey : public Scorer {
             const int query = head * shape.group() + g;
             const float* const q = call.q + i * call.q_stride + query * shape.head_dim;
             double sum = 0.0;
-            for (int c = 0; c < shape.head_dim; ++c) sum += q[c] * read_element(key, shape.rows, c);
+            for (int c = 0; c < shape.head_dim; ++c)
+              sum += q[c] * read_element(key, shape.rows.key(), c);
             call.logits.row<float>(i * shape.query_heads + query)[t] =
                 static_cast<float>(sum / std::sqrt(shape.head_dim));
           }

@@ -21,10 +21,10 @@ namespace sluice {
 namespace {
 
 using testing::download;
-using testing::encoded_part;
+using testing::encoded_row;
 using testing::NamedBackend;
 using testing::Random;
-using testing::rounded_part;
+using testing::rounded_value;
 using testing::upload;
 
 class AppendParity : public ::testing::TestWithParam<NamedBackend> {
@@ -58,15 +58,14 @@ TEST_P(AppendParity, AppendWritesKThenVOfEveryHeadAndItsHost) {
       EXPECT_EQ(download<std::byte>(*backend_, host), actual);
       for (int head = 0; head < 2; ++head) {
         for (std::int64_t token = 0; token < tokens; ++token) {
-          for (const int value : {0, 1}) {
-            const auto from = kv.begin() + token * stride + (2 * value + head) * d;
-            const std::vector<std::byte> expected = encoded_part({from, from + d}, format);
-            const std::byte* const part = actual.data() + static_cast<std::size_t>(head) * bytes +
-                                          static_cast<std::size_t>(token) * shape.row_bytes() +
-                                          (value == 1 ? shape.value_offset() : 0);
-            ASSERT_TRUE(std::equal(expected.begin(), expected.end(), part))
-                << "token " << token << " head " << head << (value == 1 ? " value" : " key");
-          }
+          const auto key = kv.begin() + token * stride + head * d;
+          const auto value = key + 2 * d;
+          const std::vector<std::byte> expected =
+              encoded_row({key, key + d}, {value, value + d}, format);
+          const std::byte* const row = actual.data() + static_cast<std::size_t>(head) * bytes +
+                                       static_cast<std::size_t>(token) * shape.row_bytes();
+          ASSERT_TRUE(std::equal(expected.begin(), expected.end(), row))
+              << "token " << token << " head " << head;
         }
       }
     }
@@ -119,11 +118,8 @@ TEST_P(AppendParity, CodesExtremesToTheSameBits) {
   const std::vector<std::byte> actual = download<std::byte>(*backend_, rows);
   for (std::size_t i = 0; i < parts.size(); ++i) {
     const std::byte* const row = actual.data() + i * shape.row_bytes();
-    const auto key = encoded_part(parts[i], shape.rows);
-    const auto value = encoded_part(parts[parts.size() - 1 - i], shape.rows);
-    EXPECT_TRUE(std::equal(key.begin(), key.end(), row)) << "key " << i;
-    EXPECT_TRUE(std::equal(value.begin(), value.end(), row + shape.value_offset()))
-        << "value " << i;
+    const auto expected = encoded_row(parts[i], parts[parts.size() - 1 - i], shape.rows);
+    EXPECT_TRUE(std::equal(expected.begin(), expected.end(), row)) << "row " << i;
   }
 }
 
@@ -222,10 +218,8 @@ Written expected_after(const BatchCase& c, Written w) {
         return std::vector<float>(at, at + static_cast<std::ptrdiff_t>(d));
       };
       const std::vector<float> value = part_at(from + heads * d);
-      std::vector<std::byte> bytes = encoded_part(part_at(from), c.shape.rows);
-      const std::vector<std::byte> value_bytes = encoded_part(value, c.shape.rows);
-      bytes.insert(bytes.end(), value_bytes.begin(), value_bytes.end());
-      const std::vector<float> values = rounded_part(value, c.shape.rows);
+      const std::vector<std::byte> bytes = encoded_row(part_at(from), value, c.shape.rows);
+      const std::vector<float> values = rounded_value(value, c.shape.rows);
       const auto put = [&](std::vector<std::byte>& pool, std::int32_t slot) {
         if (slot < 0) return;
         const std::size_t number =

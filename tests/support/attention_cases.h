@@ -27,8 +27,9 @@ inline AttentionCase random_case(Random& random, const KvShape& shape, std::int6
   for (int head = 0; head < shape.kv_heads; ++head) {
     c.rows.emplace_back(static_cast<std::size_t>(count) * shape.row_bytes());
     const std::vector<float> values = random.normal(count * 2 * shape.head_dim);
-    for (std::int64_t i = 0; i < 2 * count; ++i) {
-      set_row_part(c, head, i / 2, static_cast<int>(i % 2), values.data() + i * shape.head_dim);
+    for (std::int64_t row = 0; row < count; ++row) {
+      const float* const key = values.data() + 2 * row * shape.head_dim;
+      set_row(c, head, row, key, key + shape.head_dim);
     }
   }
   return c;

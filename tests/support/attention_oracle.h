@@ -65,7 +65,7 @@ inline double int8_element(const std::byte* codes, int c) {
 inline double row_element(const AttentionCase& c, int kv_head, std::int64_t row, int index) {
   const int d = c.shape.head_dim;
   const std::byte* const first = row_of(c, kv_head, row);
-  if (c.shape.rows.code == RowCode::int8) return int8_element(first + index / d * d, index % d);
+  if (c.shape.rows.is_coded()) return int8_element(first + index / d * d, index % d);
   const std::byte* const bytes =
       first + static_cast<std::size_t>(index) * size_of(c.shape.rows.element);
   if (c.shape.rows.element == DType::f32) {
@@ -78,22 +78,22 @@ inline double row_element(const AttentionCase& c, int kv_head, std::int64_t row,
   return c.shape.rows.element == DType::bf16 ? bf16_to_float(bits) : f16_to_float(bits);
 }
 
-// Writes a key (part 0) or a value (part 1), as encode_elements() codes it where rows are coded;
+// Writes a key and a value, as encode_row() codes them where rows are coded;
 // tests/lib/row_code_test.cc checks that.
-inline void set_row_part(AttentionCase& c, int kv_head, std::int64_t row, int part,
-                         const float* values);
+inline void set_row(AttentionCase& c, int kv_head, std::int64_t row, const float* key,
+                    const float* value);
 
-// Where rows are coded, this codes the key or value anew, so other elements may change by rounding.
+// Where rows are coded, this codes the row anew, so other elements may change by rounding.
 inline void set_row_element(AttentionCase& c, int kv_head, std::int64_t row, int index,
                             float value) {
   if (c.shape.rows.is_coded()) {
     const int d = c.shape.head_dim;
-    std::vector<float> part;
-    for (int i = 0; i < d; ++i) {
-      part.push_back(static_cast<float>(row_element(c, kv_head, row, index / d * d + i)));
+    std::vector<float> all;
+    for (int i = 0; i < 2 * d; ++i) {
+      all.push_back(static_cast<float>(row_element(c, kv_head, row, i)));
     }
-    part[static_cast<std::size_t>(index % d)] = value;
-    return set_row_part(c, kv_head, row, index / d, part.data());
+    all[static_cast<std::size_t>(index)] = value;
+    return set_row(c, kv_head, row, all.data(), all.data() + d);
   }
   std::byte* const bytes = c.rows[static_cast<std::size_t>(kv_head)].data() +
                            static_cast<std::size_t>(row) * c.shape.row_bytes() +
@@ -107,15 +107,17 @@ inline void set_row_element(AttentionCase& c, int kv_head, std::int64_t row, int
   std::memcpy(bytes, &bits, sizeof bits);
 }
 
-inline void set_row_part(AttentionCase& c, int kv_head, std::int64_t row, int part,
-                         const float* values) {
+inline void set_row(AttentionCase& c, int kv_head, std::int64_t row, const float* key,
+                    const float* value) {
   const int d = c.shape.head_dim;
   if (!c.shape.rows.is_coded()) {
-    for (int i = 0; i < d; ++i) set_row_element(c, kv_head, row, part * d + i, values[i]);
+    for (int i = 0; i < d; ++i) {
+      set_row_element(c, kv_head, row, i, key[i]);
+      set_row_element(c, kv_head, row, d + i, value[i]);
+    }
     return;
   }
-  std::byte* const to = const_cast<std::byte*>(row_of(c, kv_head, row));
-  encode_elements(values, d, to + part * d);
+  encode_row(c.shape.rows.code, key, value, d, const_cast<std::byte*>(row_of(c, kv_head, row)));
 }
 
 // The answer for one query, and the scales for its error.

@@ -178,8 +178,7 @@ inline Attended expected_of(const Script& script, const KvShape& shape, std::int
       c.rows.emplace_back(static_cast<std::size_t>(rows) * shape.row_bytes());
       for (std::int64_t row = 0; row < rows; ++row) {
         const std::int64_t from = row * script.key_width() + std::int64_t{head} * shape.head_dim;
-        set_row_part(c, head, row, 0, k.data() + from);
-        set_row_part(c, head, row, 1, v.data() + from);
+        set_row(c, head, row, k.data() + from, v.data() + from);
       }
     }
     const AttentionOracle oracle(c);

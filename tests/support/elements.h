@@ -5,8 +5,8 @@
 #include <cstring>
 #include <vector>
 
+#include "sluice/element.h"
 #include "sluice/half.h"
-#include "sluice/row_code.h"
 #include "sluice/types.h"
 #include "tests/support/device.h"
 
@@ -57,22 +57,30 @@ inline std::vector<RowFormat> row_formats(const Device& backend, int head_dim) {
   return all;
 }
 
-// The bytes of K or V [head_dim] in a row.
-inline std::vector<std::byte> encoded_part(const std::vector<float>& values,
-                                           const RowFormat& format) {
-  if (!format.is_coded()) return encoded(values, format.element);
-  std::vector<std::byte> codes(values.size());
-  encode_elements(values.data(), static_cast<int>(values.size()), codes.data());
-  return codes;
+// The bytes of K and V, [head_dim] each, in a row, without its padding.
+inline std::vector<std::byte> encoded_row(const std::vector<float>& key,
+                                          const std::vector<float>& value,
+                                          const RowFormat& format) {
+  const auto head_dim = static_cast<int>(key.size());
+  std::vector<std::byte> row;
+  if (format.is_coded()) {
+    row.resize(format.payload_bytes(head_dim));
+    encode_row(format.code, key.data(), value.data(), head_dim, row.data());
+    return row;
+  }
+  row = encoded(key, format.element);
+  const std::vector<std::byte> rest = encoded(value, format.element);
+  row.insert(row.end(), rest.begin(), rest.end());
+  return row;
 }
 
-// K or V [head_dim] as a row has them.
-inline std::vector<float> rounded_part(const std::vector<float>& values, const RowFormat& format) {
-  if (!format.is_coded()) return rounded(values, format.element);
-  const std::vector<std::byte> codes = encoded_part(values, format);
-  std::vector<float> result(values.size());
-  for (std::size_t c = 0; c < values.size(); ++c) {
-    result[c] = decode_element(codes.data(), static_cast<std::int64_t>(c));
+// V [head_dim] as a row has it.
+inline std::vector<float> rounded_value(const std::vector<float>& value, const RowFormat& format) {
+  const auto head_dim = static_cast<int>(value.size());
+  const std::vector<std::byte> row = encoded_row(value, value, format);
+  std::vector<float> result;
+  for (int c = 0; c < head_dim; ++c) {
+    result.push_back(read_element(row.data() + format.value_offset(head_dim), format.value(), c));
   }
   return result;
 }

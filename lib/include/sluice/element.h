@@ -23,10 +23,10 @@ inline float read_element(const std::byte* data, DType dtype) {
   return dtype == DType::bf16 ? bf16_to_float(bits) : f16_to_float(bits);
 }
 
-// Channel `c` of the key or value that begins at `data` in a row.
-inline float read_element(const std::byte* data, const RowFormat& rows, int c) {
-  if (rows.is_coded()) return decode_element(data, c);
-  return read_element(data + static_cast<std::size_t>(c) * size_of(rows.element), rows.element);
+// Channel `c` of the key or value that begins at `part` in a row.
+inline float read_element(const std::byte* part, const PartFormat& format, std::int64_t c) {
+  if (format.is_coded()) return decode_element(format.code, part, c);
+  return read_element(part + static_cast<std::size_t>(c) * size_of(format.element), format.element);
 }
 
 // Rounds to nearest.

@@ -23,6 +23,7 @@
 #include <cstring>
 
 #include "sluice/half.h"
+#include "sluice/row_format.h"
 
 namespace sluice {
 
@@ -37,19 +38,21 @@ inline unsigned lowest_bits(const std::byte* bytes) {
   return static_cast<unsigned>((word & 0x0101010101010101ull) * 0x0102040810204080ull >> 56);
 }
 
-// The scale of a key or value, given its codes.
+// The scale of a key or value in int8, given its codes.
 inline float scale_of(const std::byte* codes) {
   return bf16_to_float(
       static_cast<std::uint16_t>(lowest_bits(codes) | lowest_bits(codes + 8) << 8));
 }
 
-// Element `c` of a key or value.
-inline float decode_element(const std::byte* codes, std::int64_t c) {
-  return scale_of(codes) * static_cast<float>(static_cast<std::int8_t>(codes[c]));
+// Element `c` of a key or value that begins at `part` in a coded row.
+inline float decode_element(PartCode /*code*/, const std::byte* part, std::int64_t c) {
+  return scale_of(part) * static_cast<float>(static_cast<std::int8_t>(part[c]));
 }
 
-// Codes a key or value [head_dim]; head_dim is a multiple of kScaleCodes.
-void encode_elements(const float* from, int head_dim, std::byte* codes);
-void decode_elements(const std::byte* codes, int head_dim, float* to);
+// Codes a key and a value [head_dim] as a row; its padding is left unchanged. `format` is coded and
+// fits head_dim.
+void encode_row(RowCode format, const float* key, const float* value, int head_dim, std::byte* row);
+// The elements of a key or value [head_dim] that begins at `part` in a coded row.
+void decode_part(PartCode code, const std::byte* part, int head_dim, float* to);
 
 }  // namespace sluice

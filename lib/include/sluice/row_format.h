@@ -15,12 +15,30 @@ inline constexpr std::size_t kRowAlignment = 64;
 // Coded rows are smaller than rows of elements; sluice/row_code.h defines their bytes.
 enum class RowCode : std::uint8_t {
   elements,  // not coded: values of a DType
-  int8,      // scale * code, with a scale each for K and for V
+  int8,      // K and V in PartCode::int8
+};
+inline constexpr RowCode kLastRowCode = RowCode::int8;
+
+// How the channels of a key or a value are coded.
+enum class PartCode : std::uint8_t {
+  elements,  // not coded
+  int8,      // scale * code, with one scale
 };
 
-// K, then V, head_dim elements or codes each. Code that moves rows asks for bytes() alone; code
-// that reads them also asks where the value begins and what it is made of. Separate from DType, the
-// element type of arrays, because no array is coded.
+// What a key or a value is made of.
+struct PartFormat {
+  PartCode code = PartCode::elements;
+  DType element = DType::bf16;  // of elements
+
+  constexpr bool is_coded() const { return code != PartCode::elements; }
+  constexpr std::size_t bytes(int head_dim) const {
+    return static_cast<std::size_t>(head_dim) * (is_coded() ? 1 : size_of(element));
+  }
+};
+
+// K, then V, of head_dim channels each. Code that moves rows asks for bytes() alone; code that
+// reads them also asks where the value begins and what key() and value() are made of. Separate from
+// DType, the element type of arrays, because no array is coded.
 struct RowFormat {
   RowCode code = RowCode::elements;
   DType element = DType::bf16;  // of elements
@@ -34,12 +52,17 @@ struct RowFormat {
   // Returns true if rows may have this head_dim. The 16 bits of a scale are in 16 codes.
   constexpr bool fits(int head_dim) const { return !is_coded() || head_dim % 16 == 0; }
 
-  // Where V begins, in bytes; K begins at 0.
-  constexpr std::size_t value_offset(int head_dim) const {
-    return static_cast<std::size_t>(head_dim) * (is_coded() ? 1 : size_of(element));
+  constexpr PartFormat key() const {
+    return {is_coded() ? PartCode::int8 : PartCode::elements, element};
   }
+  constexpr PartFormat value() const { return key(); }
+
+  // Where V begins, in bytes; K begins at 0.
+  constexpr std::size_t value_offset(int head_dim) const { return key().bytes(head_dim); }
   // Bytes of K and V; the rest of a row is padding.
-  constexpr std::size_t payload_bytes(int head_dim) const { return 2 * value_offset(head_dim); }
+  constexpr std::size_t payload_bytes(int head_dim) const {
+    return value_offset(head_dim) + value().bytes(head_dim);
+  }
   // From one row to the next.
   constexpr std::size_t bytes(int head_dim) const {
     return (payload_bytes(head_dim) + kRowAlignment - 1) / kRowAlignment * kRowAlignment;
