@@ -123,14 +123,32 @@ void widen_codes(const std::byte* codes, std::size_t head_dim, std::uint16_t* to
   }
 }
 
+// Converts a value in int4 [head_dim] to bf16, which is exact, scales included.
+void widen_int4(const std::byte* value, std::size_t head_dim, std::uint16_t* to) {
+  for (std::size_t c = 0; c < head_dim; c += kSide) {
+    const std::size_t group = c / kInt4Group;
+    const __m512i both = _mm512_cvtepi8_epi32(
+        _mm_loadu_si128(reinterpret_cast<const __m128i*>(value + group * kSide)));
+    const __m512i own = c % kInt4Group == 0 ? _mm512_srai_epi32(_mm512_slli_epi32(both, 28), 28)
+                                            : _mm512_srai_epi32(both, 4);
+    const __m512 scale = _mm512_set1_ps(int4_scale(value, static_cast<std::int64_t>(group)));
+    const __m256bh wide = _mm512_cvtneps_pbh(_mm512_mul_ps(_mm512_cvtepi32_ps(own), scale));
+    std::memcpy(to + c, &wide, sizeof wide);
+  }
+}
+
 #pragma GCC pop_options
 
-// Copies the key or value [head_dim] that begins at `part` as bf16. Returns its scale: codes are
-// copied without.
+// Copies the key or value [head_dim] that begins at `part` as bf16. Returns its scale: codes of
+// int8 are copied without.
 float copy_bf16(PartCode code, const std::byte* part, std::size_t head_dim, std::uint16_t* to) {
   if (code == PartCode::int8) {
     widen_codes(part, head_dim, to);
     return scale_of(part);
+  }
+  if (code == PartCode::int4) {
+    widen_int4(part, head_dim, to);
+    return 1.0f;
   }
   std::memcpy(to, part, head_dim * sizeof *to);
   return 1.0f;

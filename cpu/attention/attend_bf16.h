@@ -1,4 +1,4 @@
-// Prefill attention with products of bf16, for rows of bf16 or int8.
+// Prefill attention with products of bf16, for rows of bf16 and coded rows.
 #pragma once
 
 #include "cpu/attention/bf16_products.h"

@@ -65,6 +65,11 @@ HWY_INLINE VF load_floats(const Int8Code* from) {
   return hn::ConvertTo(DF(), hn::PromoteTo(integers, hn::LoadU(codes, &from->value)));
 }
 
+// Two codes of PartCode::int4. load_channels() below gives elements.
+struct Int4Pair {
+  std::uint8_t both;
+};
+
 // The scale of a key or value that begins at `part`, for what the functions above and below load.
 template <typename T>
 inline constexpr bool kHasScale = std::is_same_v<T, Int8Code>;
@@ -84,10 +89,28 @@ template <typename T>
 HWY_INLINE float load_channel(const T* part, std::size_t c) {
   return load_float(part + c);
 }
+// Vectors of 16 channels or less lie in half a group.
+HWY_INLINE VF load_channels(const Int4Pair* part, std::size_t c) {
+  static_assert(kLanes <= kInt4Group / 2);
+  const hn::Rebind<std::int8_t, DF> bytes;
+  const hn::RebindToSigned<DF> integers;
+  const std::size_t group = c / kInt4Group;
+  const auto* const codes = reinterpret_cast<const std::int8_t*>(part) + group * kInt4Group / 2;
+  const auto both = hn::PromoteTo(integers, hn::LoadU(bytes, codes + c % (kInt4Group / 2)));
+  const auto own = c % kInt4Group < kInt4Group / 2 ? hn::ShiftRight<28>(hn::ShiftLeft<28>(both))
+                                                   : hn::ShiftRight<4>(both);
+  const float scale =
+      int4_scale(reinterpret_cast<const std::byte*>(part), static_cast<std::int64_t>(group));
+  return hn::Mul(hn::ConvertTo(DF(), own), hn::Set(DF(), scale));
+}
+HWY_INLINE float load_channel(const Int4Pair* part, std::size_t c) {
+  return decode_element(PartCode::int4, reinterpret_cast<const std::byte*>(part),
+                        static_cast<std::int64_t>(c));
+}
 // Bytes of channels.
 template <typename T>
 HWY_INLINE constexpr std::size_t bytes_of(std::size_t channels) {
-  return channels * sizeof(T);
+  return std::is_same_v<T, Int4Pair> ? channels / 2 : channels * sizeof(T);
 }
 
 // Calls body(T()) with the type of a key's channels.
@@ -114,6 +137,7 @@ struct RowTypes {
 // Calls body(RowTypes<K, V>()).
 template <typename Body>
 void dispatch_rows(const RowFormat& format, const Body& body) {
+  if (format.value().code == PartCode::int4) return body(RowTypes<Int8Code, Int4Pair>());
   dispatch_key(format.key(), [&](auto part) { body(RowTypes<decltype(part), decltype(part)>()); });
 }
 

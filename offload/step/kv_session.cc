@@ -31,9 +31,10 @@ void require_supported(const BackendInfo& info, const KvShape& shape) {
                                             " (`kv_dtype`)");
   }
   if (!shape.rows.fits(shape.head_dim)) {
-    throw Error(ErrorCode::unsupported, "rows in " + to_string(shape.rows) +
-                                            " need a head_dim that is a multiple of 16, not " +
-                                            std::to_string(shape.head_dim) + " (`kv_dtype`)");
+    throw Error(ErrorCode::unsupported,
+                "rows in " + to_string(shape.rows) + " need a head_dim that is a multiple of 16" +
+                    (shape.rows.least_head_dim() > kScaleCodes ? " from 32 on" : "") + ", not " +
+                    std::to_string(shape.head_dim) + " (`kv_dtype`)");
   }
   if (shape.query_heads > info.most_query_heads) {
     throw Error(ErrorCode::unsupported,

@@ -325,8 +325,9 @@ TEST_P(ValueTilesTest, HoldTheNearestCodes) {
   std::uint64_t seed = testing::seed(10);
   for (const int bits : {1, 2, 3, 4}) {
     for (const int head_dim : {4, 64, 80, 256}) {
-      for (const RowFormat& format : {RowFormat(DType::bf16), RowFormat(DType::f16),
-                                      RowFormat(DType::f32), RowFormat(RowCode::int8)}) {
+      for (const RowFormat& format :
+           {RowFormat(DType::bf16), RowFormat(DType::f16), RowFormat(DType::f32),
+            RowFormat(RowCode::int8), RowFormat(RowCode::k8v4)}) {
         if (!format.fits(head_dim)) continue;
         SCOPED_TRACE(testing::seed_message(++seed) + " bits " + std::to_string(bits));
         Built built(head_dim, bits, format, 3, seed);

@@ -36,6 +36,23 @@ std::vector<float> decoded(const std::vector<std::byte>& codes) {
   return x;
 }
 
+// A row in k8v4, with parts apart.
+struct SmallRow {
+  std::vector<std::byte> bytes;
+  std::vector<float> key;
+  std::vector<float> value;
+
+  SmallRow(const std::vector<float>& k, const std::vector<float>& v)
+      : key(k.size()), value(v.size()) {
+    const auto d = static_cast<int>(k.size());
+    constexpr RowFormat kRows = RowCode::k8v4;
+    bytes.resize(kRows.payload_bytes(d));
+    encode_row(RowCode::k8v4, k.data(), v.data(), d, bytes.data());
+    decode_part(PartCode::int8, bytes.data(), d, key.data());
+    decode_part(PartCode::int4, bytes.data() + d, d, value.data());
+  }
+};
+
 double largest_of(const std::vector<float>& x) {
   double largest = 0.0;
   for (const float value : x) largest = std::max(largest, std::abs(static_cast<double>(value)));
@@ -70,6 +87,22 @@ TEST(RowCode, RowsAreHalfOfThoseOfBf16) {
   EXPECT_EQ(shape.token_bytes(), 32u * 8u * 256u);
 }
 
+TEST(RowCode, RowsWithSmallValuesAreThreeEighthsOfThoseOfBf16) {
+  constexpr RowFormat kSmall = RowCode::k8v4;
+  EXPECT_EQ(kSmall.bytes(128), 192u);
+  EXPECT_EQ(kSmall.bytes(256), 384u);
+  EXPECT_EQ(kSmall.bytes(80), 128u);
+  EXPECT_EQ(kSmall.payload_bytes(80), 128u);  // half a group takes the room of one
+  EXPECT_EQ(kSmall.bytes(64), 128u);          // 96, padded: no less than int8
+  EXPECT_EQ(kSmall.bytes(96), 192u);          // 144, padded
+  EXPECT_EQ(kSmall.value_offset(128), 128u);
+  for (const int d : {32, 48, 64, 80, 96, 128, 256}) EXPECT_TRUE(kSmall.fits(d)) << d;
+  for (const int d : {16, 40, 72}) EXPECT_FALSE(kSmall.fits(d)) << d;
+  EXPECT_EQ(to_string(kSmall), "k8v4");
+  const KvShape shape = {32, 32, 8, 128, RowCode::k8v4};
+  EXPECT_EQ(shape.token_bytes() << 20, std::size_t{48} << 30);  // of a million tokens, 8B
+}
+
 // Half a step, and a whole step for codes that carry a bit of the scale. Products with a rounded
 // 1 / scale may be off by two units of fp32 at a border between codes.
 TEST(RowCode, ErrorsAreWithinAStep) {
@@ -93,6 +126,120 @@ TEST(RowCode, ErrorsAreWithinAStep) {
       ASSERT_LE(error, bound * (1 + 0x1p-14)) << "channel " << c << " of " << d << ": " << x[i];
       ASSERT_EQ(back[i], decode_element(PartCode::int8, codes.data(), c));
     }
+  }
+}
+
+// The scale of a group by its definition: the number that is farthest from 0, a positive one of
+// two, divided by -8 and rounded to 5 significant bits, halves away from 0.
+double int4_scale_oracle(const std::vector<float>& x, std::size_t first, std::size_t end) {
+  double farthest = 0.0;
+  for (std::size_t c = first; c < end; ++c) {
+    const double y = x[c];
+    if (std::abs(y) > std::abs(farthest) || (y == -farthest && y > 0)) farthest = y;
+  }
+  int exponent = 0;
+  std::frexp(farthest / 8, &exponent);
+  const double step = std::ldexp(1.0, exponent - 5);
+  return -std::copysign(std::floor(std::abs(farthest) / 8 / step + 0.5) * step, farthest);
+}
+
+// Numbers, some far larger than others, of any size.
+std::vector<float> strange_numbers(int d, Random& random) {
+  std::vector<float> x =
+      random.normal(d, std::ldexp(1.0f, static_cast<int>(random.integer(-80, 80))));
+  for (float& value : x) value *= random.integer(0, 9) == 0 ? 60.0f : 1.0f;
+  return x;
+}
+
+// Values get the nearest of 16 codes, and keys, whose last codes carry the scales of the values,
+// one within a step. An element of a value has 8 significant bits at most.
+TEST(RowCode, SmallValuesGetTheNearestCodes) {
+  const std::uint64_t seed = testing::seed(73);
+  SCOPED_TRACE(testing::seed_message(seed));
+  Random random(seed);
+  for (int round = 0; round < 3000; ++round) {
+    const int d = 16 * static_cast<int>(random.integer(2, 16));
+    const std::vector<float> k = strange_numbers(d, random);
+    const std::vector<float> v = strange_numbers(d, random);
+    const SmallRow row(k, v);
+    const double key_scale = scale_oracle(largest_of(k));
+    const int carrying = d - kScaleCodes * int4_groups(d);
+    for (int c = 0; c < d; ++c) {
+      const auto i = static_cast<std::size_t>(c);
+      SCOPED_TRACE(::testing::Message() << "channel " << c << " of " << d);
+      const double bound = c < kScaleCodes || c >= carrying ? key_scale : key_scale / 2;
+      ASSERT_LE(std::abs(double{row.key[i]} - double{k[i]}), bound * (1 + 0x1p-14));
+      const std::size_t first = i / 32 * 32;
+      const double scale = int4_scale_oracle(v, first, std::min(first + 32, v.size()));
+      double least = HUGE_VAL;
+      for (int code = -8; code <= 7; ++code) {
+        least = std::min(least, std::abs(scale * code - double{v[i]}));
+      }
+      const double error = std::abs(double{row.value[i]} - double{v[i]});
+      ASSERT_LE(error, least + std::abs(scale) * 0x1p-20) << v[i] << " with the scale " << scale;
+      ASSERT_LE(error, 1.25 * std::abs(scale));
+      ASSERT_EQ(bf16_to_float(float_to_bf16(row.value[i])), row.value[i]);
+      ASSERT_EQ(row.value[i], decode_element(PartCode::int4, row.bytes.data() + d, c));
+      ASSERT_EQ(row.key[i], decode_element(PartCode::int8, row.bytes.data(), c));
+    }
+  }
+}
+
+// What a value loses of its squares: a step is an eighth of the largest of 32 normal numbers, whose
+// square is 5.71 on average, and loses a twelfth of its square.
+TEST(RowCode, SmallValuesLoseTheirShare) {
+  const std::uint64_t seed = testing::seed(74);
+  SCOPED_TRACE(testing::seed_message(seed));
+  Random random(seed);
+  double lost = 0.0;
+  double lost_of_keys = 0.0;
+  double all = 0.0;
+  for (int round = 0; round < 500; ++round) {
+    const std::vector<float> x = random.normal(128);
+    const SmallRow row(x, x);
+    for (std::size_t c = 0; c < x.size(); ++c) {
+      lost += std::pow(double{row.value[c]} - double{x[c]}, 2.0);
+      lost_of_keys += std::pow(double{row.key[c]} - double{x[c]}, 2.0);
+      all += std::pow(double{x[c]}, 2.0);
+    }
+  }
+  EXPECT_NEAR(lost / all, 5.71 / 64 / 12, 0.0004);
+  EXPECT_LT(lost_of_keys / all, 0.00015);
+}
+
+// Elements are numbers that the code says exactly.
+TEST(RowCode, SmallValuesAreCodedAgainToTheSameBits) {
+  const std::uint64_t seed = testing::seed(75);
+  SCOPED_TRACE(testing::seed_message(seed));
+  Random random(seed);
+  for (int round = 0; round < 500; ++round) {
+    const int d = 16 * static_cast<int>(random.integer(2, 16));
+    const std::vector<float> x = strange_numbers(d, random);
+    const SmallRow once(x, x);
+    ASSERT_EQ(SmallRow(x, once.value).value, once.value);
+  }
+}
+
+// A group is a NaN, not its neighbours, and numbers of the largest size stay finite.
+TEST(RowCode, SmallValuesOfExtremeSize) {
+  const std::vector<float> ones(80, 1.0f);
+  for (const float bad : {kNan, -kNan, kInfinity, -kInfinity}) {
+    std::vector<float> x = ones;
+    x[40] = bad;
+    const SmallRow row(ones, x);
+    for (std::size_t c = 0; c < x.size(); ++c) {
+      ASSERT_EQ(std::isnan(row.value[c]), c >= 32 && c < 64) << bad << " channel " << c;
+      ASSERT_NEAR(row.key[c], 1.0f, 0.01f);
+    }
+  }
+  constexpr float kMost = std::numeric_limits<float>::max();
+  for (const float size : {kMost, -kMost, 0x1p-100f, -0x1p-100f}) {
+    const SmallRow row(ones, std::vector<float>(80, size));
+    for (const float value : row.value) ASSERT_NEAR(value / size, 1.0f, 0.04f) << size;
+  }
+  for (const float tiny : {0.0f, -0.0f, 0x1.fp-101f}) {
+    const std::vector<float> x(48, tiny);
+    for (const std::byte code : SmallRow(x, x).bytes) ASSERT_EQ(code, std::byte{0}) << tiny;
   }
 }
 

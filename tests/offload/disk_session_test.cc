@@ -113,10 +113,13 @@ TEST_P(DiskPolicies, AnswerAsInMemory) {
   SCOPED_TRACE(testing::seed_message(seed));
   KvShape coded = kShape;
   coded.rows = RowCode::int8;
+  KvShape small = kShape;
+  small.rows = RowCode::k8v4;
   for (const auto& [shape, device, more] : {std::tuple(kShape, DeviceTier::shared, 0),
                                             {kShape, DeviceTier::own, 80 << 10},
                                             {coded, DeviceTier::shared, 0},
-                                            {coded, DeviceTier::own, 40 << 10}}) {
+                                            {coded, DeviceTier::own, 40 << 10},
+                                            {small, DeviceTier::shared, 0}}) {
     SCOPED_TRACE(::testing::Message() << to_string(shape.rows) << ", more " << more);
     const KvPlan plan = plan_of(shape, policy_, device, static_cast<std::uint64_t>(more));
     testing::play_twins(pool(plan, policy_), in_memory(plan, policy_), seed,

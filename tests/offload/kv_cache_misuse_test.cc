@@ -94,6 +94,12 @@ TEST(KvCacheConfig, NamesWhatIsWrong) {
             c.shape.head_dim = 40;
             c.shape.rows = RowCode::int8;
           });
+  refused(ErrorCode::unsupported,
+          "rows in k8v4 need a head_dim that is a multiple of 16 from 32 on, not 16",
+          [](KvConfig& c) {
+            c.shape.head_dim = 16;
+            c.shape.rows = RowCode::k8v4;
+          });
   for (const double scale : {0.0, -1.0, static_cast<double>(NAN), HUGE_VAL, 1e300}) {
     refused(kUsage, "scale", [&](KvConfig& c) { c.scale = scale; });
   }
@@ -385,8 +391,8 @@ TEST_F(Misuse, OneStepBySeveralThreadsIsAnError) {
 }
 
 TEST(KvCacheMemory, IsWhatWasPlanned) {
-  for (const RowFormat rows :
-       {RowFormat(DType::bf16), RowFormat(DType::f32), RowFormat(RowCode::int8)}) {
+  for (const RowFormat rows : {RowFormat(DType::bf16), RowFormat(DType::f32),
+                               RowFormat(RowCode::int8), RowFormat(RowCode::k8v4)}) {
     KvConfig one = config();
     one.shape.rows = rows;
     one.sequences = 1;

@@ -84,8 +84,9 @@ TEST_P(Caches, TakeArraysOfAnyDtypeLayoutMemoryAndScale) {
   if (skips()) return;
   constexpr DType kAll[] = {DType::f32, DType::f16, DType::bf16};
   int number = 0;
-  for (const RowFormat& rows : {RowFormat(DType::f32), RowFormat(DType::f16),
-                                RowFormat(DType::bf16), RowFormat(RowCode::int8)}) {
+  for (const RowFormat& rows :
+       {RowFormat(DType::f32), RowFormat(DType::f16), RowFormat(DType::bf16),
+        RowFormat(RowCode::int8), RowFormat(RowCode::k8v4)}) {
     if (rows == DType::f32 && on_gpu()) continue;
     for (const DType in : kAll) {
       for (const Order order : {Order::dense, Order::part_of_a_row, Order::heads_first}) {

@@ -130,7 +130,8 @@ class LedgerReads
  protected:
   Policy policy_ = parse_policy(std::get<0>(GetParam()));
   Case case_{std::get<1>(GetParam()), std::get<2>(GetParam()), std::get<3>(GetParam())};
-  KvShape shape_{2, case_.group, 1, 16, std::get<4>(GetParam())};
+  const RowFormat rows_ = std::get<4>(GetParam());
+  KvShape shape_{2, case_.group, 1, rows_.fits(16) ? 16 : 32, rows_};
 
   KvPlan plan(std::optional<std::uint64_t> cap = std::nullopt) const {
     KvRequest request;
@@ -234,7 +235,8 @@ INSTANTIATE_TEST_SUITE_P(Policies, LedgerReads,
 INSTANTIATE_TEST_SUITE_P(CodedRows, LedgerReads,
                          ::testing::Combine(::testing::ValuesIn(kPolicies), ::testing::Values(4),
                                             ::testing::Bool(), ::testing::Bool(),
-                                            ::testing::Values(RowFormat(RowCode::int8))),
+                                            ::testing::Values(RowFormat(RowCode::int8),
+                                                              RowFormat(RowCode::k8v4))),
                          name_of);
 
 }  // namespace

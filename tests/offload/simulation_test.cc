@@ -37,10 +37,10 @@ using testing::Script;
 
 const KvShape kShape{3, 4, 2, 64, DType::bf16};
 
-// Every third world has coded rows.
+// Every third world has coded rows, every sixth with values in int4.
 KvShape shape_of(std::uint64_t seed) {
   KvShape shape = kShape;
-  if (seed % 3 == 0) shape.rows = RowCode::int8;
+  if (seed % 3 == 0) shape.rows = seed % 2 == 0 ? RowCode::int8 : RowCode::k8v4;
   return shape;
 }
 constexpr std::int64_t kContext = 640;

@@ -30,6 +30,7 @@ using testing::upload;
 class AppendParity : public ::testing::TestWithParam<NamedBackend> {
  protected:
   void SetUp() override { backend_ = testing::make_or_skip(GetParam()); }
+  void append_extremes(int d, RowCode code);
 
   const std::uint64_t seed_ = testing::seed(13);
   Random random_{seed_};
@@ -85,12 +86,20 @@ std::vector<std::vector<float>> extreme_parts(int d, Random& random) {
   std::vector<std::vector<float>> parts = {
       of(0.0f, 0.0f),        of(-0.0f, -0.0f),         of(1.0f, kNaN),    of(1.0f, -HUGE_VALF),
       of(0.0f, 0x1.8p-101f), of(0x1p-140f, 0x1p-100f), of(kMost, -kMost), of(1.0f, 200.0f)};
-  // Halfway between two codes, with the scale 1.
+  // Halfway between two codes, with the scale 1: of int8, then of int4 with either sign.
   parts.push_back(of(0.0f, 127.0f));
   for (int c = 0; c < d; ++c) {
     float& x = parts.back()[static_cast<std::size_t>(c)];
     if (x == 0.0f) x = static_cast<float>(c % 126) - 62.5f;
   }
+  for (const float farthest : {8.0f, -8.0f}) {
+    std::vector<float>& part = parts.emplace_back();
+    for (int c = 0; c < d; ++c) {
+      part.push_back(c % 32 == 5 ? farthest : static_cast<float>(c % 15) - 7.5f);
+    }
+  }
+  // Two numbers of the same size, the farthest of a group.
+  parts.push_back(of(2.0f, -2.0f));
   for (int exponent = -120; exponent <= 120; exponent += 8) {
     parts.push_back(random.normal(d, std::ldexp(1.0f, exponent)));
   }
@@ -99,10 +108,17 @@ std::vector<std::vector<float>> extreme_parts(int d, Random& random) {
 
 TEST_P(AppendParity, CodesExtremesToTheSameBits) {
   if (!backend_->info().coded_rows) GTEST_SKIP() << "no coded rows";
-  constexpr int kDim = 80;
-  const KvShape shape = {
-      .layers = 1, .query_heads = 1, .kv_heads = 1, .head_dim = kDim, .rows = RowCode::int8};
-  const std::vector<std::vector<float>> parts = extreme_parts(kDim, random_);
+  for (const int d : {32, 80, 128, 256}) {
+    for (const RowCode code : {RowCode::int8, RowCode::k8v4}) {
+      SCOPED_TRACE(to_string(RowFormat(code)) + " head_dim " + std::to_string(d));
+      append_extremes(d, code);
+    }
+  }
+}
+
+void AppendParity::append_extremes(int d, RowCode code) {
+  const KvShape shape = {.layers = 1, .query_heads = 1, .kv_heads = 1, .head_dim = d, .rows = code};
+  const std::vector<std::vector<float>> parts = extreme_parts(d, random_);
   std::vector<float> keys, values;
   for (std::size_t i = 0; i < parts.size(); ++i) {
     const std::vector<float>& value = parts[parts.size() - 1 - i];
@@ -114,7 +130,7 @@ TEST_P(AppendParity, CodesExtremesToTheSameBits) {
   const Buffer rows =
       backend_->allocate(backend_->info().compute_tier, parts.size() * shape.row_bytes());
   std::byte* const to[] = {rows.data()};
-  backend_->queue->run(AppendParams{k.floats(), v.floats(), std::ssize(parts), kDim, shape, to});
+  backend_->queue->run(AppendParams{k.floats(), v.floats(), std::ssize(parts), d, shape, to});
   const std::vector<std::byte> actual = download<std::byte>(*backend_, rows);
   for (std::size_t i = 0; i < parts.size(); ++i) {
     const std::byte* const row = actual.data() + i * shape.row_bytes();

@@ -446,8 +446,11 @@ INSTANTIATE_TEST_SUITE_P(
                        ::testing::Values(Shape{DType::bf16, 128, 4}, Shape{DType::f16, 64, 1},
                                          Shape{DType::bf16, 80, 8}, Shape{DType::f16, 256, 2},
                                          Shape{DType::bf16, 96, 16}, Shape{DType::bf16, 32, 3},
-                                         Shape{RowCode::int8, 128, 4},
-                                         Shape{RowCode::int8, 48, 3})),
+                                         Shape{RowCode::int8, 128, 4}, Shape{RowCode::int8, 48, 3},
+                                         Shape{RowCode::k8v4, 128, 4}, Shape{RowCode::k8v4, 64, 8},
+                                         Shape{RowCode::k8v4, 80, 3}, Shape{RowCode::k8v4, 96, 2},
+                                         Shape{RowCode::k8v4, 256, 1},
+                                         Shape{RowCode::k8v4, 32, 16})),
     name_of);
 
 }  // namespace

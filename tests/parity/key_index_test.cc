@@ -515,7 +515,8 @@ INSTANTIATE_TEST_SUITE_P(
             Shape{DType::f32, 64, 5, 2, true}, Shape{DType::bf16, 256, 16, 3, true},
             Shape{DType::f16, 256, 4, 4, true}, Shape{DType::f32, 192, 3, 3, true},
             Shape{RowCode::int8, 128, 4, 4, false}, Shape{RowCode::int8, 64, 3, 3, true},
-            Shape{RowCode::int8, 48, 8, 2, true}, Shape{RowCode::int8, 64, 2, 1, true})),
+            Shape{RowCode::int8, 48, 8, 2, true}, Shape{RowCode::int8, 64, 2, 1, true},
+            Shape{RowCode::k8v4, 128, 4, 4, false}, Shape{RowCode::k8v4, 80, 3, 2, true})),
     name_of);
 
 class BuildIndex : public ::testing::TestWithParam<NamedBackend> {};

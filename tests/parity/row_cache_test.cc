@@ -419,7 +419,9 @@ INSTANTIATE_TEST_SUITE_P(
     ::testing::Combine(::testing::ValuesIn(testing::backends_by_kind()),
                        ::testing::Values(Shape{DType::bf16, 128, 4}, Shape{DType::f16, 64, 1},
                                          Shape{DType::bf16, 80, 8}, Shape{DType::bf16, 96, 16},
-                                         Shape{DType::bf16, 256, 4}, Shape{RowCode::int8, 128, 4})),
+                                         Shape{DType::bf16, 256, 4}, Shape{RowCode::int8, 128, 4},
+                                         Shape{RowCode::k8v4, 128, 4},
+                                         Shape{RowCode::k8v4, 80, 2})),
     name_of);
 
 }  // namespace

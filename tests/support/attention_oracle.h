@@ -52,19 +52,30 @@ inline const std::byte* row_of(const AttentionCase& c, int kv_head, std::int64_t
          static_cast<std::size_t>(row) * c.shape.row_bytes();
 }
 
-// Element `c` of a key or value in int8, by the definition of sluice/row_code.h: the scale, a bf16,
-// is in the lowest bits of the first 16 codes.
-inline double int8_element(const std::byte* codes, int c) {
+// The bf16 in the lowest bits of 16 codes.
+inline double scale_in(const std::byte* codes) {
   unsigned scale = 0;
   for (int i = 0; i < 16; ++i) scale |= (static_cast<unsigned>(codes[i]) & 1u) << i;
-  const auto code = static_cast<int>(static_cast<signed char>(codes[c]));
-  return static_cast<double>(bf16_to_float(static_cast<std::uint16_t>(scale))) * code;
+  return bf16_to_float(static_cast<std::uint16_t>(scale));
+}
+
+// Element `c` of a key or value in int8, by the definition of sluice/row_code.h.
+inline double int8_element(const std::byte* codes, int c) {
+  return scale_in(codes) * static_cast<signed char>(codes[c]);
+}
+
+// Element `c` of a value in int4 that begins at `value` in a row, by the same definition.
+inline double int4_element(const std::byte* value, int c) {
+  const auto both = static_cast<int>(value[c / 32 * 16 + c % 16]);
+  const int bits = c % 32 < 16 ? both % 16 : both / 16;
+  return scale_in(value - 16 * (c / 32 + 1)) * (bits < 8 ? bits : bits - 16);
 }
 
 // Element `index` of a row: [0, head_dim) is the key, the rest the value.
 inline double row_element(const AttentionCase& c, int kv_head, std::int64_t row, int index) {
   const int d = c.shape.head_dim;
   const std::byte* const first = row_of(c, kv_head, row);
+  if (c.shape.rows.code == RowCode::k8v4 && index >= d) return int4_element(first + d, index - d);
   if (c.shape.rows.is_coded()) return int8_element(first + index / d * d, index % d);
   const std::byte* const bytes =
       first + static_cast<std::size_t>(index) * size_of(c.shape.rows.element);

@@ -66,7 +66,8 @@ class KernelBackend : public cpu::ReferenceBackend {
 struct AttentionImplementation {
   NamedBackend backend;
   bool batches = true;  // false: attend_batch() is another implementation's
-  std::vector<RowFormat> formats = {DType::f32, DType::f16, DType::bf16, RowCode::int8};
+  std::vector<RowFormat> formats = {DType::f32, DType::f16, DType::bf16, RowCode::int8,
+                                    RowCode::k8v4};
   std::vector<int> head_dims = {32, 40, 64, 80, 128, 256};
   // Rounding by the rows' format: of attend(), then of attend_batch().
   std::function<Rounding(RowFormat)> rounding = [](RowFormat) { return Rounding(); };
@@ -119,14 +120,14 @@ inline std::vector<AttentionImplementation> implementations() {
     if (!cpu::attend_supported(kernel, {.rows = DType::bf16})) continue;
     all[1].rounding = bf16_rounding;
     all.push_back(forced(kernel == cpu::AttendKernel::amx ? "amx" : "avx512_bf16", kernel, 0));
-    all.back().formats = {DType::bf16, RowCode::int8};
+    all.back().formats = {DType::bf16, RowCode::int8, RowCode::k8v4};
     all.back().rounding = bf16_rounding;
   }
   const std::vector<NamedBackend> gpu = gpu_backends();
   if (!gpu.empty()) {
     // One backend is enough, because attention does not depend on the dtype of matrix products.
     all.push_back({.backend = {"cuda", gpu.front().make},
-                   .formats = {DType::f16, DType::bf16, RowCode::int8},
+                   .formats = {DType::f16, DType::bf16, RowCode::int8, RowCode::k8v4},
                    .head_dims = {32, 64, 80, 96, 128, 256},
                    .rounding = cuda_rounding,
                    .batch_rounding = cuda_batch_rounding,

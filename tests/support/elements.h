@@ -52,8 +52,9 @@ inline std::vector<float> values_of(Device& backend, const Buffer& buffer, DType
 inline std::vector<RowFormat> row_formats(const Device& backend, int head_dim) {
   std::vector<RowFormat> all = {DType::f16, DType::bf16};
   if (backend.info().f32_rows) all.emplace_back(DType::f32);
-  const RowFormat coded = RowCode::int8;
-  if (backend.info().coded_rows && coded.fits(head_dim)) all.push_back(coded);
+  for (const RowFormat coded : {RowCode::int8, RowCode::k8v4}) {
+    if (backend.info().coded_rows && coded.fits(head_dim)) all.push_back(coded);
+  }
   return all;
 }
 
