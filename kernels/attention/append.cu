@@ -12,6 +12,9 @@ constexpr int kAppendThreads = 128;
 constexpr std::uint32_t kInfinityBits = 0x7f800000u;
 constexpr std::uint32_t kLeastCoded = 27u << 23;  // 2^-100
 constexpr std::uint32_t kNanScale = 0x7fc0u;
+constexpr std::uint32_t kMostInt4Scale = 0x7df8u;
+
+__device__ __forceinline__ int lane_of_warp() { return static_cast<int>(threadIdx.x) % kWarp; }
 
 // Rounds |x| < 2^22 to the nearest integer, ties to even.
 __device__ __forceinline__ float nearest_integer(float x) {
@@ -31,7 +34,7 @@ struct Coder<Int8Code> {
 
   __device__ Coder(const float* from, int head_dim) {
     std::uint32_t largest = 0;  // |x| as bits, ordered as the numbers are, NaN above all
-    for (int c = static_cast<int>(threadIdx.x) % kWarp; c < head_dim; c += kWarp) {
+    for (int c = lane_of_warp(); c < head_dim; c += kWarp) {
       largest = max(largest, __float_as_uint(from[c]) & 0x7fffffffu);
     }
     largest = __reduce_max_sync(kAllLanes, largest);
@@ -43,33 +46,46 @@ struct Coder<Int8Code> {
     inverse = scale > 0.0f ? __fdiv_rn(1.0f, scale) : 0.0f;
   }
 
-  // The code of channel c, whose lowest bit is one of the scale's in the first 16.
-  __device__ int code(float x, int c) const {
-    const int bit = static_cast<int>(bits >> c % 16 & 1u);
-    if (!(scale > 0.0f)) return c < 16 ? bit : 0;
+  // The code of channel c; if it `carries` a bit, with that of `word` in its lowest.
+  __device__ int code(float x, int c, bool carries, std::uint32_t word) const {
+    const int bit = static_cast<int>(word >> c % kScaleCodes & 1u);
+    if (!(scale > 0.0f)) return carries ? bit : 0;
     const float wanted = __fmul_rn(x, inverse);
     const float nearest = nearest_integer(wanted);
     int code = static_cast<int>(nearest);
-    if (c >= 16) return code;
+    if (!carries) return code;
     if ((code & 1) != bit) code += wanted >= nearest ? 1 : -1;
     return code > 127 ? code - 2 : code;
   }
 
-  // Calls body(c, four codes) for this lane's channels [c, c + 4).
+  // Calls body(c, four codes) for this lane's channels [c, c + 4). The first 16 carry the scale,
+  // and the last those of `groups` groups of a value in int4; lane 4 g has that of group g in
+  // `scales`.
   template <typename Body>
-  __device__ __forceinline__ void for_codes(const float* from, int head_dim,
-                                            const Body& body) const {
-    for (int c = static_cast<int>(threadIdx.x) % kWarp * 4; c < head_dim; c += 4 * kWarp) {
-      const auto at = [&](int i) { return code(from[c + i], c + i); };
+  __device__ __forceinline__ void for_codes(const float* from, int head_dim, const Body& body,
+                                            std::uint32_t scales = 0, int groups = 0) const {
+#pragma unroll 1
+    for (int first = 0; first < head_dim; first += 4 * kWarp) {
+      const int c = first + lane_of_warp() * 4;
+      const int group = (head_dim - 1 - c) / kScaleCodes;
+      const bool has_group = c < head_dim && group < groups;
+      const std::uint32_t other = __shfl_sync(kAllLanes, scales, has_group ? 4 * group : 0);
+      if (c >= head_dim) continue;
+      const bool carries = c < kScaleCodes || has_group;
+      const std::uint32_t word = c < kScaleCodes ? bits : other;
+      const auto at = [&](int i) { return code(from[c + i], c + i, carries, word); };
       body(c, make_char4(at(0), at(1), at(2), at(3)));
     }
   }
 
   // Calls put(offset, word) for this lane's words of codes.
   template <typename Put>
-  __device__ __forceinline__ void for_words(const float* from, int head_dim, const Put& put) const {
-    for_codes(from, head_dim,
-              [&](int c, char4 codes) { put(c, *reinterpret_cast<const std::uint32_t*>(&codes)); });
+  __device__ __forceinline__ void for_words(const float* from, int head_dim, const Put& put,
+                                            std::uint32_t scales = 0, int groups = 0) const {
+    const auto body = [&](int c, char4 codes) {
+      put(c, *reinterpret_cast<const std::uint32_t*>(&codes));
+    };
+    for_codes(from, head_dim, body, scales, groups);
   }
   // Calls take(c, element) for this lane's channels.
   template <typename Take>
@@ -84,6 +100,68 @@ struct Coder<Int8Code> {
   }
 };
 
+// A lane has a word of a value in int4: four channels of the first half of group lane / 4, and the
+// same of the second half.
+template <>
+struct Coder<Int4Pair> {
+  static_assert(kWarp / 4 * kInt4Group >= 256, "a warp has all words");
+  std::uint32_t bits;  // of the scale of the lane's group
+  float scale;
+  float inverse;
+
+  __device__ Coder(const float* from, int head_dim) {
+    std::uint32_t farthest = 0;  // |x| as bits, then one bit for positive numbers
+    for_channels(head_dim, [&](int c, int /*i*/) {
+      const std::uint32_t x = __float_as_uint(from[c]);
+      farthest = max(farthest, x << 1 | (x >> 31 ^ 1u));
+    });
+    farthest = max(farthest, __shfl_xor_sync(kAllLanes, farthest, 1));
+    farthest = max(farthest, __shfl_xor_sync(kAllLanes, farthest, 2));
+    const std::uint32_t size = farthest >> 1;
+    const std::uint32_t eighth = size - (3u << 23);
+    const std::uint32_t rounded = (eighth + (1u << 18)) >> 19 << 3;
+    bits = size >= kInfinityBits ? kNanScale
+           : size < kLeastCoded  ? 0u
+                                 : min(rounded, kMostInt4Scale) | (farthest & 1u) << 15;
+    scale = __uint_as_float(bits << 16);
+    inverse = scale != 0.0f && size < kInfinityBits ? __fdiv_rn(1.0f, scale) : 0.0f;
+  }
+
+  __device__ int code(float x) const {
+    if (inverse == 0.0f) return 0;
+    return static_cast<int>(fminf(fmaxf(nearest_integer(__fmul_rn(x, inverse)), -8.0f), 7.0f));
+  }
+
+  // Calls put(offset, word) for this lane's word of codes.
+  template <typename Put>
+  __device__ __forceinline__ void for_words(const float* from, int head_dim, const Put& put) const {
+    std::uint32_t word = 0;
+    for_channels(head_dim, [&](int c, int i) {
+      word |= static_cast<std::uint32_t>(code(from[c]) & 15) << (i % 4 * 8 + i / 4 * 4);
+    });
+    if (lane_of_warp() < part_bytes<Int4Pair>(head_dim) / 4) put(4 * lane_of_warp(), word);
+  }
+  // Calls take(c, element) for this lane's channels.
+  template <typename Take>
+  __device__ __forceinline__ void for_elements(const float* from, int head_dim,
+                                               const Take& take) const {
+    for_channels(head_dim,
+                 [&](int c, int /*i*/) { take(c, scale * static_cast<float>(code(from[c]))); });
+  }
+
+ private:
+  // Calls body(c, i) for this lane's channels c; i / 4 is the half of the group.
+  template <typename Body>
+  __device__ __forceinline__ static void for_channels(int head_dim, const Body& body) {
+    const int first = lane_of_warp() / 4 * kInt4Group + lane_of_warp() % 4 * 4;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int c = first + i / 4 * (kInt4Group / 2) + i % 4;
+      if (c < head_dim) body(c, i);
+    }
+  }
+};
+
 // Codes the key (part 0, a warp's) or the value (part 1, another's) of a row, and calls put(offset,
 // word) for this lane's words of the row.
 template <typename Rows, typename Put>
@@ -91,7 +169,12 @@ __device__ __forceinline__ void code_part(int part, const float* k, const float*
                                           const Put& put) {
   if (part == 0) {
     const Coder<typename Rows::Key> coder(k, head_dim);
-    return coder.for_words(k, head_dim, put);
+    if constexpr (kIsInt4<typename Rows::Value>) {
+      const Coder<typename Rows::Value> of_value(v, head_dim);
+      return coder.for_words(k, head_dim, put, of_value.bits, groups_of(head_dim));
+    } else {
+      return coder.for_words(k, head_dim, put);
+    }
   }
   const Coder<typename Rows::Value> coder(v, head_dim);
   coder.for_words(v, head_dim, [&](int offset, std::uint32_t word) {

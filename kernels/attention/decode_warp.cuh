@@ -12,6 +12,7 @@ class DecodeWarp {
   using T = MathOf<typename Shape::Key>;
   static constexpr int kHeadDim = Shape::kHeadDim;
   static constexpr bool kCoded = kIsCoded<typename Shape::Key>;
+  static constexpr bool kInt4 = kIsInt4<typename Shape::Value>;
 
  public:
   // `q`: shared memory [queries, head_dim].
@@ -61,7 +62,9 @@ class DecodeWarp {
     split(weights[0], weights[1], p[0], p[1]);
     split(weights[2], weights[3], p[2], p[3]);
     const std::byte* const values = rows + Shape::kKeyBytes;
-    if constexpr (kCoded) {
+    if constexpr (kInt4) {
+      add_int4(rows, lane, p);
+    } else if constexpr (kCoded) {
       add_codes(values, lane, p);
     } else if constexpr (Shape::kWholeLines) {
       add_values_of_lines(values, lane, p);
@@ -101,6 +104,10 @@ class DecodeWarp {
   static constexpr int kValueChunks = kHeadDim / 64;
   // Coded rows: tiles in fours, of 32 channels; two are left if head_dim is an odd multiple of 16.
   static constexpr int kQuadTiles = kHeadDim / 32 * 4;
+  // Values in int4: tiles in eights, of two groups of 32 channels; four are left, or two of half a
+  // group.
+  static constexpr int kOctoTiles = kHeadDim / 64 * 8;
+  static constexpr int kInt4Groups = groups_of(kHeadDim);
   // Separate sums per logit, as registers allow, for shorter dependency chains.
   static constexpr int kChains = kHeadDim <= 128 ? 2 : 1;
 
@@ -112,6 +119,13 @@ class DecodeWarp {
   }
   // Channel of a column of a tile of out_.
   __device__ static int value_channel(int tile, int column) {
+    if (kInt4) {
+      if (tile >= kOctoTiles) {
+        const int left = tile - kOctoTiles;
+        return kOctoTiles * 8 + left / 2 * 16 + column * 2 + left % 2;
+      }
+      return tile / 8 * 64 + column / 4 * 32 + tile % 8 / 4 * 16 + column % 4 * 4 + tile % 4;
+    }
     if (kCoded) {
       return tile < kQuadTiles ? tile / 4 * 32 + column * 4 + tile % 4
                                : kQuadTiles * 8 + column * 2 + tile % 2;
@@ -152,17 +166,24 @@ class DecodeWarp {
     }
   }
 
-  // Multiplies logits by the scales of their keys and finds those of the values. Each lane reads
-  // one of the 32 scales of the warp's rows.
+  // The row of this lane's logits and weights i, of the warp's 16.
+  __device__ static int row_of(int i, int lane) { return i / 2 * 8 + lane % 4 * 2 + i % 2; }
+  // Where such a row begins, for row lane % 16.
+  __device__ static int offset_of_row(int lane) {
+    return lane % 8 * Shape::kLotStride + lane / 8 % 2 * Shape::kRowBytes;
+  }
+
+  // Multiplies logits by the scales of their keys and finds those of values in int8. Each lane
+  // reads one of the 32 scales of the warp's rows.
   __device__ static void apply_scales(const std::byte* rows, int lane, float (&logits)[4][4],
                                       float (&value_scales)[4]) {
-    const float own = scale_of(rows + lane % 8 * Shape::kLotStride +
-                               lane / 8 % 2 * Shape::kRowBytes + lane / 16 * Shape::kKeyBytes);
+    const float own =
+        scale_of(rows + offset_of_row(lane) + (kInt4 ? 0 : lane / 16 * Shape::kKeyBytes));
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int row = i / 2 * 8 + lane % 4 * 2 + i % 2;
+      const int row = row_of(i, lane);
       const float key_scale = __shfl_sync(kAllLanes, own, row);
-      value_scales[i] = __shfl_sync(kAllLanes, own, 16 + row);
+      if (!kInt4) value_scales[i] = __shfl_sync(kAllLanes, own, 16 + row);
 #pragma unroll
       for (int chain = 0; chain < 2; ++chain) {
         logits[i / 2 * 2 + chain][i % 2] *= key_scale;
@@ -205,6 +226,64 @@ class DecodeWarp {
             *reinterpret_cast<const std::uint16_t*>(of_rows[i] + kQuadTiles * 8 + lane / 4 * 2);
       }
       add_words<2>(kQuadTiles, p, words);
+    }
+  }
+
+  // The scales of group `group` + lane / 16 of values in int4, as pairs of bf16: of this lane's
+  // rows 0 and 1, and of 2 and 3. Each lane reads the scale of one row and group.
+  __device__ static uint2 int4_scales(const std::byte* rows, int lane, int group) {
+    const int own_group = min(group + lane / 16, kInt4Groups - 1);
+    const std::uint32_t own =
+        int4_scale_bits(rows + offset_of_row(lane) + Shape::kKeyBytes, own_group);
+    std::uint32_t of_rows[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      of_rows[i] = __shfl_sync(kAllLanes, own, lane / 16 * 16 + row_of(i, lane));
+    }
+    return make_uint2(of_rows[0] | of_rows[1] << 16, of_rows[2] | of_rows[3] << 16);
+  }
+
+  // Adds the products of the weights with values in int4: tile i has the code i / kBytes of byte i
+  // % kBytes of four rows' words.
+  template <int kTiles, int kBytes>
+  __device__ void add_int4_words(int first, const std::uint32_t (&p)[4],
+                                 const std::uint32_t (&rows)[4], const uint2& scales) {
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+      const unsigned bytes = 0x4400u + 0x1111u * static_cast<unsigned>(i % kBytes);
+      const auto elements = [&](std::uint32_t even, std::uint32_t odd, std::uint32_t scale) {
+        const std::uint32_t both = __byte_perm(even, odd, bytes);
+        return multiply_pairs(int4_pair(i < kBytes ? both : both >> 4), scale);
+      };
+      mma(T(), out_[first + i], p, elements(rows[0], rows[1], scales.x),
+          elements(rows[2], rows[3], scales.y));
+    }
+  }
+
+  // A lane reads words of eight codes, of one of two groups, and in the end of a row half of one.
+  __device__ void add_int4(const std::byte* rows, int lane, const std::uint32_t (&p)[4]) {
+    const std::byte* const even = rows + Shape::kKeyBytes + lane % 4 * 2 * Shape::kLotStride;
+    const std::byte* const of_rows[4] = {even, even + Shape::kLotStride, even + Shape::kRowBytes,
+                                         even + Shape::kLotStride + Shape::kRowBytes};
+    std::uint32_t words[4];
+#pragma unroll
+    for (int tile = 0; tile < kOctoTiles; tile += 8) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        words[i] = *reinterpret_cast<const std::uint32_t*>(of_rows[i] + tile * 4 + lane / 4 * 4);
+      }
+      add_int4_words<8, 4>(tile, p, words, int4_scales(rows, lane, tile / 4));
+    }
+    constexpr int kLeft = 2 * Shape::kSteps - kOctoTiles;
+    if constexpr (kLeft > 0) {
+      static_assert(kLeft <= 4);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        words[i] =
+            *reinterpret_cast<const std::uint16_t*>(of_rows[i] + kOctoTiles * 4 + lane / 4 * 2);
+      }
+      const uint2 scales = int4_scales(rows, lane, kInt4Groups - 1);
+      add_int4_words<kLeft, 2>(kOctoTiles, p, words, scales);
     }
   }
 

@@ -165,10 +165,10 @@ struct WidenArgs {
   std::int64_t count = 0;  // at most, of a KV head
   int row_bytes = 0;
   int to_row_bytes = 0;
-  int value_offset = 0;  // in a coded row
   int head_dim = 0;
 };
 
+template <typename Rows>
 __global__ void __launch_bounds__(kWidenThreads)
     widen_rows_kernel(const __grid_constant__ WidenArgs a) {
   const auto head = static_cast<int>(blockIdx.y);
@@ -177,11 +177,13 @@ __global__ void __launch_bounds__(kWidenThreads)
   const std::int64_t row = i / (2 * of_part);
   const auto vector = static_cast<int>(i % (2 * of_part));
   if (row >= a.count || a.first + row >= a.from.count) return;
-  const std::byte* const part =
-      a.from[head] + (a.first + row) * a.row_bytes + (vector < of_part ? 0 : a.value_offset);
+  const std::byte* const from = a.from[head] + (a.first + row) * a.row_bytes;
   auto* const to =
       reinterpret_cast<uint4*>(a.to + (head * a.count + row) * a.to_row_bytes) + vector;
-  *to = rounded_elements(part, vector % of_part);
+  *to = vector < of_part
+            ? rounded_elements(typename Rows::Key(), from, vector)
+            : rounded_elements(typename Rows::Value(),
+                               from + part_bytes<typename Rows::Key>(a.head_dim), vector - of_part);
 }
 
 // Attends to coded rows by way of scratch: as many at a time as three quarters of it hold as rows
@@ -197,7 +199,6 @@ void attend_coded(const AttendParams& p, const Launch& launch) {
   args.to = launch.scratch;
   args.row_bytes = static_cast<int>(p.shape.row_bytes());
   args.to_row_bytes = static_cast<int>(part.shape.row_bytes());
-  args.value_offset = static_cast<int>(p.shape.value_offset());
   args.head_dim = p.shape.head_dim;
   const std::int64_t rows = args.from.count;
   const auto most = static_cast<std::int64_t>(launch.scratch_bytes / 4 * 3 / token_bytes) /
@@ -218,7 +219,9 @@ void attend_coded(const AttendParams& p, const Launch& launch) {
     const dim3 grid(
         static_cast<unsigned>(ceil_div(std::max<std::int64_t>(threads, 1), kWidenThreads)),
         static_cast<unsigned>(p.shape.kv_heads));
-    widen_rows_kernel<<<grid, kWidenThreads, 0, launch.stream>>>(args);
+    dispatch_coded_rows(p.shape.rows, [&](auto types) {
+      widen_rows_kernel<decltype(types)><<<grid, kWidenThreads, 0, launch.stream>>>(args);
+    });
     require_launch("attend_prefill: rows as bf16");
     attend_elements(part, rest);
     part.merge = true;

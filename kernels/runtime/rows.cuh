@@ -1,5 +1,5 @@
-// Elements of rows as kernels load them: bf16, f16, or the codes of int8 rows, which become numbers
-// in registers. sluice/row_code.h defines codes and scales.
+// Elements of rows as kernels load them: bf16, f16, or codes, which become numbers in registers.
+// sluice/row_code.h defines codes and scales.
 #pragma once
 
 #include <cstddef>
@@ -16,11 +16,18 @@ struct Int8Code {
   std::int8_t value;
 };
 
-template <typename T>
-inline constexpr bool kIsCoded = std::is_same_v<T, Int8Code>;
+// Two codes of PartCode::int4; an element is the scale of its group times its code.
+struct Int4Pair {
+  std::uint8_t both;
+};
 
-// The type that tensor cores multiply. bf16 holds a code exactly, and queries times a scale without
-// overflow, as f16 would not.
+template <typename T>
+inline constexpr bool kIsInt4 = std::is_same_v<T, Int4Pair>;
+template <typename T>
+inline constexpr bool kIsCoded = std::is_same_v<T, Int8Code> || kIsInt4<T>;
+
+// The type that tensor cores multiply. bf16 holds a code of int8 and an element of int4 exactly,
+// and queries times a scale without overflow, as f16 would not.
 template <typename T>
 using MathOf = std::conditional_t<kIsCoded<T>, __nv_bfloat16, T>;
 
@@ -31,9 +38,10 @@ void dispatch_key(const PartFormat& format, const Body& body) {
   dispatch_rows(format.element, body);
 }
 
-// The same for a value's channels.
+// The same for a value's channels, which may also be Int4Pair.
 template <typename Body>
 void dispatch_value(const PartFormat& format, const Body& body) {
+  if (format.code == PartCode::int4) return body(Int4Pair());
   dispatch_key(format, body);
 }
 
@@ -44,15 +52,30 @@ struct RowTypes {
   using Value = V;
 };
 
+// Calls body(RowTypes<K, V>()) for a format that is coded.
+template <typename Body>
+void dispatch_coded_rows(const RowFormat& format, const Body& body) {
+  if (format.value().code == PartCode::int4) return body(RowTypes<Int8Code, Int4Pair>());
+  body(RowTypes<Int8Code, Int8Code>());
+}
+
 // Calls body(RowTypes<K, V>()).
 template <typename Body>
 void dispatch_rows(const RowFormat& format, const Body& body) {
-  dispatch_key(format.key(), [&](auto part) { body(RowTypes<decltype(part), decltype(part)>()); });
+  if (format.is_coded()) return dispatch_coded_rows(format, body);
+  dispatch_rows(format.element,
+                [&](auto part) { body(RowTypes<decltype(part), decltype(part)>()); });
+}
+
+// int4_groups() for kernels.
+__host__ __device__ constexpr int groups_of(int head_dim) {
+  return (head_dim + kInt4Group - 1) / kInt4Group;
 }
 
 // Bytes of a key or value.
 template <typename T>
 __host__ __device__ constexpr int part_bytes(int head_dim) {
+  if (kIsInt4<T>) return groups_of(head_dim) * kInt4Group / 2;
   return head_dim * static_cast<int>(sizeof(T));
 }
 
@@ -72,6 +95,11 @@ __device__ __forceinline__ float scale_of(const std::byte* part) {
   return __uint_as_float(scale_bits(*reinterpret_cast<const uint4*>(part)) << 16);
 }
 
+// The bits of the scale, a bf16, of a group of the value in int4 that begins at `value`.
+__device__ __forceinline__ std::uint32_t int4_scale_bits(const std::byte* value, int group) {
+  return scale_bits(reinterpret_cast<const uint4*>(value)[-1 - group]);
+}
+
 // The codes in the first and third byte as two bf16: 128 + (code & 127), less 256 if the code is
 // negative, else 128.
 __device__ __forceinline__ std::uint32_t code_pair(std::uint32_t bytes) {
@@ -80,6 +108,23 @@ __device__ __forceinline__ std::uint32_t code_pair(std::uint32_t bytes) {
   const __nv_bfloat162 pair = __hsub2(*reinterpret_cast<const __nv_bfloat162*>(&low),
                                       *reinterpret_cast<const __nv_bfloat162*>(&base));
   return *reinterpret_cast<const std::uint32_t*>(&pair);
+}
+
+// The codes of int4 in the lowest four bits of the first and third byte as two bf16: 128 + (code +
+// 8), less 136.
+__device__ __forceinline__ std::uint32_t int4_pair(std::uint32_t bytes) {
+  const std::uint32_t raised = (bytes & 0x000f000fu) ^ 0x43084308u;
+  constexpr std::uint32_t kBase = 0x43084308u;
+  const __nv_bfloat162 pair = __hsub2(*reinterpret_cast<const __nv_bfloat162*>(&raised),
+                                      *reinterpret_cast<const __nv_bfloat162*>(&kBase));
+  return *reinterpret_cast<const std::uint32_t*>(&pair);
+}
+
+// The products of two pairs of bf16.
+__device__ __forceinline__ std::uint32_t multiply_pairs(std::uint32_t a, std::uint32_t b) {
+  const __nv_bfloat162 product = __hmul2(*reinterpret_cast<const __nv_bfloat162*>(&a),
+                                         *reinterpret_cast<const __nv_bfloat162*>(&b));
+  return *reinterpret_cast<const std::uint32_t*>(&product);
 }
 
 // Four codes in a row as bf16: the first two, the others.
@@ -96,23 +141,39 @@ __device__ __forceinline__ uint4 math_elements(const uint2& codes) {
   return make_uint4(first.x, first.y, second.x, second.y);
 }
 
-// Elements [8 i, 8 i + 8) of a coded key or value that begins at `part`, rounded to bf16.
-__device__ __forceinline__ uint4 rounded_elements(const std::byte* part, int i) {
+// Elements [8 i, 8 i + 8) of a key or value in int8 that begins at `part`, rounded to bf16.
+__device__ __forceinline__ uint4 rounded_elements(Int8Code, const std::byte* part, int i) {
   const std::uint32_t bits = scale_bits(*reinterpret_cast<const uint4*>(part)) * 0x10001u;
-  const auto scaled = [&](std::uint32_t pair) {
-    const __nv_bfloat162 product = __hmul2(*reinterpret_cast<const __nv_bfloat162*>(&pair),
-                                           *reinterpret_cast<const __nv_bfloat162*>(&bits));
-    return *reinterpret_cast<const std::uint32_t*>(&product);
-  };
   const uint4 codes = math_elements(reinterpret_cast<const uint2*>(part)[i]);
-  return make_uint4(scaled(codes.x), scaled(codes.y), scaled(codes.z), scaled(codes.w));
+  return make_uint4(multiply_pairs(codes.x, bits), multiply_pairs(codes.y, bits),
+                    multiply_pairs(codes.z, bits), multiply_pairs(codes.w, bits));
+}
+// The same of a value in int4, exactly.
+__device__ __forceinline__ uint4 rounded_elements(Int4Pair, const std::byte* value, int i) {
+  const std::uint32_t bits = int4_scale_bits(value, i / 4) * 0x10001u;
+  const uint2 both = reinterpret_cast<const uint2*>(value)[i / 4 * 2 + i % 2];
+  const int shift = i % 4 < 2 ? 0 : 4;
+  const auto elements = [&](std::uint32_t bytes, std::uint32_t which) {
+    return multiply_pairs(int4_pair(__byte_perm(bytes >> shift, 0, which)), bits);
+  };
+  return make_uint4(elements(both.x, 0x4140), elements(both.x, 0x4342), elements(both.y, 0x4140),
+                    elements(both.y, 0x4342));
+}
+
+// The code of int4 in the lowest four bits.
+__device__ __forceinline__ float int4_code(int bits) {
+  return static_cast<float>(((bits & 15) ^ 8) - 8);
 }
 
 // Element `c` of a key or value that begins at `part`.
 template <typename T>
 __device__ __forceinline__ float element_of(const std::byte* part, int c) {
   const T* const elements = reinterpret_cast<const T*>(part);
-  if constexpr (kIsCoded<T>) {
+  if constexpr (kIsInt4<T>) {
+    const float scale = __uint_as_float(int4_scale_bits(part, c / kInt4Group) << 16);
+    const auto both = static_cast<int>(elements[c / kInt4Group * 16 + c % 16].both);
+    return scale * int4_code(both >> (c % kInt4Group / 16 * 4));
+  } else if constexpr (kIsCoded<T>) {
     return scale_of(part) * static_cast<float>(elements[c].value);
   } else {
     return to_float(elements[c]);

@@ -70,6 +70,13 @@ __device__ __forceinline__ float2 load_pair(Int8Code, const std::byte* part, int
   const float scale = scale_of(part);
   return make_float2(scale * codes.x, scale * codes.y);
 }
+__device__ __forceinline__ float2 load_pair(Int4Pair, const std::byte* part, int pair) {
+  const int c = 2 * pair;
+  const auto two = *reinterpret_cast<const std::uint16_t*>(part + c / kInt4Group * 16 + c % 16);
+  const float scale = __uint_as_float(int4_scale_bits(part, c / kInt4Group) << 16);
+  const int codes = two >> (c % kInt4Group / 16 * 4);
+  return make_float2(scale * int4_code(codes), scale * int4_code(codes >> 8));
+}
 template <typename T>
 using PairOf = decltype(load_pair(T(), nullptr, 0));
 

@@ -127,7 +127,7 @@ __device__ void load_keys(const Call& call, std::int32_t head, std::int32_t firs
       const int vector = 4 * b + lane % 4;
       const bool exists = key < call.count && vector * 8 < call.head_dim;
       keys.channels[n][b] = !exists    ? make_uint4(0, 0, 0, 0)
-                            : is_coded ? rounded_elements(row, vector)
+                            : is_coded ? rounded_elements(Int8Code(), row, vector)
                                        : reinterpret_cast<const uint4*>(row)[vector];
       if (exists && staged != nullptr && !is_staged)
         reinterpret_cast<uint4*>(staged + key * key_bytes)[vector] = keys.channels[n][b];

@@ -230,7 +230,8 @@ INSTANTIATE_TEST_SUITE_P(
     OfAnyDevice, DecodeAttention,
     ::testing::Values(Case{128, DType::bf16, false}, Case{128, DType::bf16, true},
                       Case{256, DType::bf16, false}, Case{256, DType::bf16, true},
-                      Case{256, DType::f16, true}, Case{256, RowCode::int8, true}));
+                      Case{256, DType::f16, true}, Case{256, RowCode::int8, true},
+                      Case{128, RowCode::k8v4, false}, Case{256, RowCode::k8v4, true}));
 INSTANTIATE_TEST_SUITE_P(OfAnyDevice, DecodeStages,
                          ::testing::Values(Case{128, DType::bf16}, Case{256, DType::bf16}));
 

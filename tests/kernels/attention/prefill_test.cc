@@ -449,22 +449,25 @@ TEST(PrefillOfCodedRows, TakesSeveralTurnsIfScratchIsSmall) {
   SCOPED_TRACE(testing::seed_message(seed));
   Random random(seed);
   Workspace workspace(std::size_t{2} << 20);
-  const KvShape shape = {
-      .layers = 1, .query_heads = 8, .kv_heads = 2, .head_dim = 128, .rows = RowCode::int8};
-  for (const bool generic : {true, false}) {
-    for (const std::int64_t tokens : {1, 60}) {
-      SCOPED_TRACE(::testing::Message() << (generic ? "generic " : "best ") << tokens);
-      AttentionCase c = random_case(random, shape, tokens, 4000);
-      c.first_query_position = 4000 - tokens;
-      DeviceRun run(workspace, generic, c, {});
-      run.attend({0, 1000});
-      run.attend({1000, 4000}, true);
-      expect_parity(c, run.result());
-      if (HasFatalFailure()) return;
-      run.attend();
-      expect_parity(c, run.result());
-      if (HasFatalFailure()) return;
-    }
+  for (const auto& [generic, tokens, rows] : {std::tuple(true, 1, RowCode::int8),
+                                              {true, 60, RowCode::k8v4},
+                                              {false, 1, RowCode::k8v4},
+                                              {false, 60, RowCode::int8},
+                                              {false, 60, RowCode::k8v4}}) {
+    const KvShape shape = {
+        .layers = 1, .query_heads = 8, .kv_heads = 2, .head_dim = 128, .rows = rows};
+    SCOPED_TRACE(::testing::Message() << (generic ? "generic " : "best ") << tokens << ' '
+                                      << to_string(RowFormat(rows)));
+    AttentionCase c = random_case(random, shape, tokens, 4000);
+    c.first_query_position = 4000 - tokens;
+    DeviceRun run(workspace, generic, c, {});
+    run.attend({0, 1000});
+    run.attend({1000, 4000}, true);
+    expect_parity(c, run.result());
+    if (HasFatalFailure()) return;
+    run.attend();
+    expect_parity(c, run.result());
+    if (HasFatalFailure()) return;
   }
 }
 

@@ -1,6 +1,8 @@
 // Value tiles that the device builds, bit by bit against those of the reference.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -28,7 +30,7 @@ using testing::Random;
 struct BuildCase {
   int head_dim = 128;
   int bits = 2;
-  DType dtype = DType::bf16;
+  RowFormat rows = DType::bf16;
   std::int64_t pages = 3;
   float deviation = 1.0f;
   bool half = false;  // components of values
@@ -36,11 +38,13 @@ struct BuildCase {
   int channels() const { return half ? head_dim / 2 : head_dim; }
 };
 
+constexpr std::array<RowFormat, 4> kFormats = {DType::bf16, DType::f16, RowCode::int8,
+                                               RowCode::k8v4};
 constexpr int kHeads = 2;
 constexpr std::int64_t kFirstPage = 1;
 constexpr std::int32_t kSequence = 1;  // of two
 
-KvShape shape_of(const BuildCase& c) { return {1, kHeads, kHeads, c.head_dim, c.dtype}; }
+KvShape shape_of(const BuildCase& c) { return {1, kHeads, kHeads, c.head_dim, c.rows}; }
 
 std::int64_t tiles_of_sequence(const BuildCase& c) { return (kFirstPage + c.pages + 1) / 2; }
 
@@ -71,9 +75,10 @@ std::vector<std::byte> random_rows(const BuildCase& c, std::uint64_t seed) {
   const std::int64_t rows = kHeads * c.pages * kPageTokens;
   std::vector<std::byte> bytes(static_cast<std::size_t>(rows) * shape.row_bytes());
   for (std::int64_t row = 0; row < rows; ++row) {
-    const auto encoded = testing::encoded(random.normal(2 * c.head_dim, c.deviation), c.dtype);
-    std::memcpy(&bytes[static_cast<std::size_t>(row) * shape.row_bytes()], encoded.data(),
-                encoded.size());
+    const std::vector<float> key = random.normal(c.head_dim, c.deviation);
+    const std::vector<float> value = random.normal(c.head_dim, c.deviation);
+    std::ranges::copy(testing::encoded_row(key, value, c.rows),
+                      &bytes[static_cast<std::size_t>(row) * shape.row_bytes()]);
   }
   return bytes;
 }
@@ -177,8 +182,8 @@ Built reference(const BuildCase& c, const std::vector<std::byte>& rows) {
 
 void expect_same(const BuildCase& c, std::uint64_t seed, Source source) {
   SCOPED_TRACE(testing::seed_message(seed) + " head_dim " + std::to_string(c.head_dim) + " bits " +
-               std::to_string(c.bits) + " dtype " + std::string(to_string(c.dtype)) +
-               " deviation " + std::to_string(c.deviation));
+               std::to_string(c.bits) + " rows " + to_string(c.rows) + " deviation " +
+               std::to_string(c.deviation));
   const std::vector<std::byte> rows = random_rows(c, seed);
   const Built got = build(c, rows, source);
   EXPECT_TRUE(got.pages == reference(c, rows).pages);
@@ -190,9 +195,10 @@ TEST(CudaBuildValues, EqualsReferenceBitByBit) {
   std::uint64_t seed = testing::seed(1);
   for (const int head_dim : {4, 32, 64, 80, 96, 128, 256}) {
     for (const int bits : {1, 2, 3, 4}) {
-      for (const DType dtype : {DType::bf16, DType::f16}) {
+      for (const RowFormat& format : kFormats) {
+        if (!format.fits(head_dim)) continue;
         for (const Source source : {Source::device, Source::pages}) {
-          expect_same({head_dim, bits, dtype}, ++seed, source);
+          expect_same({head_dim, bits, format}, ++seed, source);
         }
       }
     }
@@ -213,7 +219,7 @@ TEST(CudaBuildValues, RoundsLikeReferenceAtEveryMagnitude) {
 // lie between two.
 void expect_like_reference(const BuildCase& c, std::uint64_t seed, Source source) {
   SCOPED_TRACE(testing::seed_message(seed) + " head_dim " + std::to_string(c.head_dim) + " bits " +
-               std::to_string(c.bits) + " dtype " + std::string(to_string(c.dtype)));
+               std::to_string(c.bits) + " rows " + to_string(c.rows));
   const std::vector<std::byte> rows = random_rows(c, seed);
   const Built got = build(c, rows, source);
   const Built wanted = reference(c, rows);
@@ -250,9 +256,10 @@ TEST(CudaBuildValues, BuildsComponentsLikeTheReference) {
   std::uint64_t seed = testing::seed(300);
   for (const int head_dim : {8, 64, 80, 96, 128, 256}) {
     for (const int bits : {1, 2, 3, 4}) {
-      for (const DType dtype : {DType::bf16, DType::f16}) {
+      for (const RowFormat& format : kFormats) {
+        if (!format.fits(head_dim)) continue;
         for (const Source source : {Source::device, Source::pages, Source::host}) {
-          expect_like_reference({head_dim, bits, dtype, 3, 1.0f, true}, ++seed, source);
+          expect_like_reference({head_dim, bits, format, 3, 1.0f, true}, ++seed, source);
         }
       }
     }
@@ -266,7 +273,7 @@ TEST(CudaBuildValues, ReportsNotANumberAndBuildsNothing) {
     BuildCase c{128, 2, DType::bf16, 2};
     std::vector<std::byte> rows = random_rows(c, testing::seed(7));
     const std::size_t row = shape_of(c).row_bytes();
-    const auto bits = testing::encoded({strange}, c.dtype);
+    const auto bits = testing::encoded({strange}, c.rows.element);
     // The last value of head 1, page 1; and a key, which is no value, of head 0.
     std::memcpy(&rows[(3 * kPageTokens + 127) * row + 255 * 2], bits.data(), 2);
     std::memcpy(&rows[5 * row], bits.data(), 2);
