@@ -26,6 +26,7 @@
 
 #include "engine/utf8.h"
 #include "sluice/engine.h"
+#include "sluice/format_names.h"
 
 namespace sluice {
 namespace {
@@ -227,9 +228,9 @@ int run(int argc, char** argv) {
       ->check(CLI::IsMember({"int8", "int4"}));
   app.add_option_function<std::string>("--kv-dtype",
                                        [&settings](const std::string& name) {
-                                         if (name == "int8") settings.kv_dtype = RowCode::int8;
+                                         settings.kv_dtype = parse_row_format(name, "--kv-dtype");
                                        })
-      ->check(CLI::IsMember({"bf16", "int8"}));
+      ->check(CLI::IsMember(row_format_names()));
   app.add_option("--device-memory", settings.device_memory)->transform(CLI::AsSizeValue(false));
   app.add_option("--host-memory", settings.host_memory)->transform(CLI::AsSizeValue(false));
   app.add_option("--row-cache", settings.row_cache)->transform(CLI::AsSizeValue(false));

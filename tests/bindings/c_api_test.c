@@ -143,10 +143,13 @@ static void test_structs(void) {
   options.weights = NULL;
   options.kv_dtype = "int4";
   EXPECT(SLUICE_USAGE, sluice_engine_open(&options, &engine));
-  options.kv_dtype = "int8";
-  EXPECT_OK(sluice_engine_open(&options, &engine));
-  EXPECT_OK(sluice_engine_free(engine));
-  engine = NULL;
+  const char* const coded[] = {"int8", "k8v4"};
+  for (size_t i = 0; i < 2; ++i) {
+    options.kv_dtype = coded[i];
+    EXPECT_OK(sluice_engine_open(&options, &engine));
+    EXPECT_OK(sluice_engine_free(engine));
+    engine = NULL;
+  }
   options.kv_dtype = NULL;
   options.threads = -1;
   EXPECT(SLUICE_USAGE, sluice_engine_open(&options, &engine));

@@ -1,4 +1,4 @@
-// Models whose keys and values are kept in int8: the loss, and half of the bytes.
+// Models whose keys and values are kept in codes: the loss, and half of the bytes.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -81,11 +81,15 @@ TEST_P(CodedRowsModel, LosesLittle) {
   const double dense = loss_of(exact, book_answers(RowCode::int8, "dense", device));
   const double values = loss_of(exact, book_answers(DType::bf16, "values", device));
   const double coded_values = loss_of(exact, book_answers(RowCode::int8, "values", device));
-  std::printf("KL of dense with int8 %.5f; of values with bf16 %.5f, with int8 %.5f\n", dense,
-              values, coded_values);
+  const double small = loss_of(exact, book_answers(RowCode::k8v4, "dense", device));
+  std::printf(
+      "KL of dense with int8 %.5f, with k8v4 %.5f; of values with bf16 %.5f, with int8 %.5f\n",
+      dense, small, values, coded_values);
   EXPECT_LT(dense, 0.001);
   EXPECT_GT(dense, 1e-7) << "rows are not coded";
   EXPECT_LT(coded_values, values + 0.0005);
+  EXPECT_LT(small, 0.012);
+  EXPECT_GT(small, 3 * dense) << "values are not in 4 bits";
 }
 
 INSTANTIATE_TEST_SUITE_P(Devices, CodedRowsModel, ::testing::ValuesIn(testing::devices()),

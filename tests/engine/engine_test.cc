@@ -264,7 +264,7 @@ TEST(Engine, RefusesDTypesThatThereAreNot) {
   const auto refused = [](const auto& change) {
     EngineConfig config = testing::config_for();
     change(config);
-    expect_error(ErrorCode::usage, "`kv_dtype` must be bf16, f16, f32 or int8, and `compute`",
+    expect_error(ErrorCode::usage, "`kv_dtype` must be bf16, f16, f32, int8 or k8v4, and `compute`",
                  [&] { Engine::open(config); });
   };
   refused([](EngineConfig& config) { config.compute = static_cast<DType>(9); });

@@ -229,7 +229,9 @@ INSTANTIATE_TEST_SUITE_P(
                       Setting{"dense", false, false, RowCode::int8},
                       Setting{"values", true, false, RowCode::int8},
                       Setting{"sparq", true, true, RowCode::int8},
-                      Setting{"values", true, false, RowCode::int8, true}));
+                      Setting{"values", true, false, RowCode::int8, true},
+                      Setting{"values", true, true, RowCode::k8v4},
+                      Setting{"dense", true, false, RowCode::k8v4, true}));
 
 class SavedSessionsOn : public SavedSessions,
                         public ::testing::WithParamInterface<
@@ -267,7 +269,8 @@ INSTANTIATE_TEST_SUITE_P(Devices, SavedSessionsOn,
                                             ::testing::Values(std::pair("dense", DType::bf16),
                                                               std::pair("values", DType::bf16),
                                                               std::pair("compact", DType::bf16),
-                                                              std::pair("values", RowCode::int8))),
+                                                              std::pair("values", RowCode::int8),
+                                                              std::pair("values", RowCode::k8v4))),
                          name_of_device);
 
 TEST_F(SavedSessions, LoadUnderAnotherPolicyAndCap) {
@@ -532,6 +535,11 @@ TEST_F(SavedSessions, RefuseRowsOfAnotherFormatByName) {
   save(int8);
   expect_refused(bf16, ErrorCode::usage, "rows of 'int8', and this engine keeps bf16");
   EXPECT_EQ(int8.load_session(directory(), options_for(int8, "dense")).length(), kSaved);
+  config.kv_dtype = RowCode::k8v4;
+  Engine k8v4 = Engine::open(config);
+  expect_refused(k8v4, ErrorCode::usage, "rows of 'int8', and this engine keeps k8v4");
+  save(k8v4);
+  expect_refused(int8, ErrorCode::usage, "rows of 'k8v4', and this engine keeps int8");
 }
 
 TEST_F(SavedSessions, RefuseEvictedTokensByName) {

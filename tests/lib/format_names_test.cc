@@ -24,7 +24,7 @@ TEST(FormatNames, AreReadBack) {
 TEST(FormatNames, OthersAreRefused) {
   constexpr ErrorCode kUsage = ErrorCode::usage;
   expect_error(kUsage, "`compute` is bf16, f16 or f32", [] { parse_dtype("bf8", "compute"); });
-  expect_error(kUsage, "`kv_dtype` is bf16, f16, f32 or int8",
+  expect_error(kUsage, "`kv_dtype` is bf16, f16, f32, int8 or k8v4",
                [] { parse_row_format("", "kv_dtype"); });
   expect_error(kUsage, "`weights` is int8 or int4", [] { parse_weight_code("bf16", "weights"); });
 }

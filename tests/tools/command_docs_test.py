@@ -69,7 +69,7 @@ class Completion(unittest.TestCase):
         self.assertEqual(completed("generate", "--chat", "--sys"), ["--system"])
 
     def test_offers_values(self):
-        self.assertEqual(completed("info", "--kv-dtype", ""), ["bf16", "f16", "f32", "int8"])
+        self.assertEqual(completed("info", "--kv-dtype", ""), ["bf16", "f16", "f32", "int8", "k8v4"])
         self.assertIn("twilight", completed("eval", "--policy", ""))
         self.assertNotIn("auto", completed("eval", "--policy", ""))
         self.assertEqual(completed("chat", "--policy", "au"), ["auto"])

@@ -50,8 +50,10 @@ struct EngineConfig {
   // device, or half if its policies select at most 1024 per KV head.
   int chunk = 0;
   // Format of the rows, a DType or a RowCode. int8: 8 bits for a channel of a key or value, half
-  // the bytes of bf16 in every tier and on the bus; sluice/row_code.h has the error. It needs a
-  // head_dim that is a multiple of 16, else Engine::open() throws Error{unsupported}.
+  // the bytes of bf16 in every tier and on the bus. k8v4: 8 bits for a key's channel, 4 for a
+  // value's, three eighths of bf16 at head_dim 128 and 256; rows are whole cache lines, so at 64
+  // and 96 no less than int8. sluice/row_code.h has the errors. Both need a head_dim that is a
+  // multiple of 16, k8v4 one from 32 on, else Engine::open() throws Error{unsupported}.
   RowFormat kv_dtype = DType::bf16;
   // The dtype of matrix products. Unset: on a CPU bf16 for a bf16 checkpoint if the processor is
   // fast at it, else f32, which is exact; on a GPU the checkpoint's dtype.
