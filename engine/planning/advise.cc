@@ -88,20 +88,23 @@ class Chooser {
     }
   }
 
-  // Weights as wide, rows as exact and as near as they may be: host memory before a disk.
+  // Weights as wide, rows as exact and as near as they may be: host memory before a disk, and
+  // values in 4 bits where int8 fits neither.
   std::vector<Formats> formats() const {
     std::vector<std::optional<WeightFormat>> weights = {std::nullopt, WeightCode::int8,
                                                         WeightCode::int4};
     if (wish_.weights) {
       weights = {wish_.weights->is_coded() ? wish_.weights : std::nullopt};
     }
-    std::vector<RowFormat> rows = {DType::bf16, RowCode::int8};
-    if (wish_.rows) rows = {*wish_.rows};
+    std::vector<std::vector<RowFormat>> rows = {{DType::bf16, RowCode::int8}, {RowCode::k8v4}};
+    if (wish_.rows) rows = {{*wish_.rows}};
     std::vector<Formats> all;
     for (const auto& of_weights : weights) {
-      for (const bool on_disk : {false, true}) {
-        if (on_disk && !wish_.disk) continue;
-        for (const RowFormat& of_rows : rows) all.push_back({of_weights, of_rows, on_disk});
+      for (const std::vector<RowFormat>& alike : rows) {
+        for (const bool on_disk : {false, true}) {
+          if (on_disk && !wish_.disk) continue;
+          for (const RowFormat& of_rows : alike) all.push_back({of_weights, of_rows, on_disk});
+        }
       }
     }
     return all;
@@ -114,7 +117,7 @@ class Chooser {
     double least = std::numeric_limits<double>::infinity();
     for (const Formats& formats : this->formats()) {
       const Engine* const engine = this->engine(formats);
-      if (engine == nullptr) continue;
+      if (engine == nullptr || !gains(engine->info().kv)) continue;
       std::optional<Found> one = find_with(*engine, formats, context);
       if (!one) continue;
       if (!best) return one;
@@ -147,6 +150,13 @@ class Chooser {
 
  private:
   bool fits_at(std::int64_t steps) { return find(steps * kContextStep).has_value(); }
+
+  // Returns true unless rows lose more than those of int8 and are no smaller: padded to whole
+  // lines, those of k8v4 are not where head_dim is 64.
+  bool gains(const KvShape& shape) const {
+    return wish_.rows || shape.rows.code != RowCode::k8v4 ||
+           shape.row_bytes() < RowFormat(RowCode::int8).bytes(shape.head_dim);
+  }
 
   // Null if the device or the model does not take the formats.
   const Engine* engine(const Formats& formats) {
@@ -219,7 +229,8 @@ class Chooser {
         if (sum <= limit) within.push_back(policy);
       }
       if (within.empty()) {
-        why_ = "every choice loses more than a `loss` of " + digits(limit);
+        // What does not fit says more.
+        if (why_.empty()) why_ = "every choice loses more than a `loss` of " + digits(limit);
         continue;
       }
       const std::string suffix = pages ? " " + sparse.setting : "";
@@ -318,7 +329,8 @@ std::string rounded(double loss) { return digits(std::ceil(loss * 1e4 - 1e-6) / 
   Chooser tolerant(any);
   if (const std::optional<Found> found = tolerant.find(wish.context)) {
     add("a `loss` of " + rounded(found->losses.sum()) + ", with the policy " + found->policy +
-        (found->formats.weights ? " and weights in " + to_string(*found->formats.weights) : ""));
+        (found->formats.weights ? ", weights in " + to_string(*found->formats.weights) : "") +
+        (wish.rows ? "" : ", rows in " + to_string(found->formats.rows)));
   }
   throw Error(ErrorCode::memory,
               std::to_string(wish.context) + " tokens do not fit: " + why +

@@ -185,6 +185,44 @@ TEST(Planning, PrefersHostMemoryToADisk) {
   expect_error(ErrorCode::memory, "do not fit", [&] { advise_quickly(wish); });
 }
 
+// Rows of 8B at a million tokens are 64 GiB in int8, and 48 with values in 4 bits, which lose more
+// than is usual.
+TEST(Planning, PutsValuesIn4BitsWhereInt8FitsNowhere) {
+  PlanWish wish = on_machine("llama3-8b", "rtx4090", 1000000);
+  wish.weights = WeightCode::int8;
+  wish.host_memory = 72 * kGiB;
+  EXPECT_EQ(advise_quickly(wish).settings.rows, RowFormat(RowCode::int8));
+  wish.host_memory = 56 * kGiB;
+  expect_error(ErrorCode::memory, ", rows in k8v4", [&] { advise_quickly(wish); });
+  wish.loss = 0.01;
+  const AdvisedPlan small = advise_quickly(wish);
+  EXPECT_EQ(small.settings.rows, RowFormat(RowCode::k8v4));
+  EXPECT_LE(small.plan.host_bytes(), *wish.host_memory);
+  EXPECT_GT(small.losses.rows, 0.005);
+  EXPECT_LE(small.losses.rows + small.losses.policy.value() + small.losses.prefill, *wish.loss);
+  wish.disk = DiskConfig{{"/nvme"}, 100 * kGiB};
+  const AdvisedPlan on_disk = advise_quickly(wish);
+  EXPECT_EQ(on_disk.settings.rows, RowFormat(RowCode::int8));
+  EXPECT_TRUE(on_disk.plan.kv.on_disk);
+  wish.host_memory = 16 * kGiB;
+  wish.disk->bytes = 56 * kGiB;
+  const AdvisedPlan both = advise_quickly(wish);
+  EXPECT_EQ(both.settings.rows, RowFormat(RowCode::k8v4));
+  EXPECT_TRUE(both.plan.kv.on_disk);
+}
+
+// Rows are whole cache lines: with a head_dim of 64 those of k8v4 are no smaller.
+TEST(Planning, TakesNoRowsThatLoseMoreAndSaveNothing) {
+  PlanWish wish = on_machine("llama3.2-1b", "rtx4090", 131072);
+  wish.loss = 0.01;
+  wish.host_memory = kGiB;
+  try {
+    EXPECT_NE(advise_quickly(wish).settings.rows, RowFormat(RowCode::k8v4));
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::memory);
+  }
+}
+
 TEST(Planning, SaysWhatAGiBGives) {
   PlanWish wish = on_machine("llama3-8b", "rtx4090", 131072);
   wish.device_memory = 23 * kGiB;
