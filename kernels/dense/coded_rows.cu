@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <cstring>
+#include <type_traits>
 
 #include "kernels/dense/coded.h"
 #include "kernels/dense/coded_part.cuh"
@@ -109,60 +110,74 @@ __device__ __forceinline__ float weight_of(std::uint32_t word, int shift, float2
 
 struct UnpackParams {
   const std::byte* tiles;  // of the first output
-  std::int64_t columns;
-  std::int64_t count;  // tiles
+  int columns;
+  int inputs;
   std::int64_t rows;
-  std::int64_t inputs;
   void* to;  // [rows, inputs]
   Levels levels;
 };
 
 constexpr int kUnpackThreads = 256;
 
-// Eight elements.
+// Stores eight elements in units of 16 bytes.
 template <typename T>
-struct alignas(16) Eight {
-  T at[8];
-};
+__device__ __forceinline__ void store_eight(T* to, const float (&values)[8]) {
+  uint4 words;
+  words.x = cuda::pack(T(), values[0], values[1]);
+  words.y = cuda::pack(T(), values[2], values[3]);
+  words.z = cuda::pack(T(), values[4], values[5]);
+  words.w = cuda::pack(T(), values[6], values[7]);
+  *reinterpret_cast<uint4*>(to) = words;
+}
+__device__ __forceinline__ void store_eight(float* to, const float (&values)[8]) {
+  *reinterpret_cast<float4*>(to) = {values[0], values[1], values[2], values[3]};
+  *reinterpret_cast<float4*>(to + 4) = {values[4], values[5], values[6], values[7]};
+}
 
-// One warp for each tile. A lane decodes eight inputs of two rows at a time.
+// One warp for each tile: of row blockIdx.y, columns by blockIdx.x. All codes are requested before
+// the first is decoded. A lane decodes eight inputs of two rows at a time, whose stores fill
+// sectors.
 template <WeightCode kCode, typename T>
 __global__ void __launch_bounds__(kUnpackThreads)
     unpack_kernel(const __grid_constant__ UnpackParams p) {
   using Tile = CodedTile<kCode>;
+  using Codes = std::conditional_t<kCode == WeightCode::int8, uint4, uint2>;
   __shared__ float levels[16];
   if (threadIdx.x < 16) levels[threadIdx.x] = p.levels.at[threadIdx.x];
   __syncthreads();
   take_turn();
-  const std::int64_t index =
-      std::int64_t{blockIdx.x} * (kUnpackThreads / kWarp) + threadIdx.x / kWarp;
-  if (index >= p.count) return;
-  const std::byte* const tile = p.tiles + index * Tile::kBytes;
-  const auto* const words = reinterpret_cast<const std::uint32_t*>(tile);
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  for (int group = 0; group < kTileGroups; ++group) {
-    const int first = group * static_cast<int>(kWeightGroup) + lane % 4 * 8;
-    const std::int64_t input = index % p.columns * kTileInputs + first;
-    if (input >= p.inputs) return;
-    const auto* const codes = words + Tile::kFirstCode + (group * kWarp + lane) * Tile::kLaneWords;
-    std::uint32_t bits[Tile::kLaneWords];
+  const int column = static_cast<int>(blockIdx.x) * (kUnpackThreads / kWarp) +
+                     static_cast<int>(threadIdx.x) / kWarp;
+  if (column >= p.columns) return;
+  const std::byte* const tile =
+      p.tiles + (std::int64_t{blockIdx.y} * p.columns + column) * Tile::kBytes;
+  const auto* const codes =
+      reinterpret_cast<const Codes*>(tile + Tile::kFirstCode * sizeof(std::uint32_t)) + lane;
+  Codes of_groups[kTileGroups];
 #pragma unroll
-    for (int i = 0; i < Tile::kLaneWords; ++i) bits[i] = codes[i];
+  for (int group = 0; group < kTileGroups; ++group)
+    of_groups[group] = __ldcs(codes + group * kWarp);
+#pragma unroll
+  for (int group = 0; group < kTileGroups; ++group) {
+    const int input = column * kTileInputs + group * static_cast<int>(kWeightGroup) + lane % 4 * 8;
+    if (input >= p.inputs) return;
+    const auto* const bits = reinterpret_cast<const std::uint32_t*>(&of_groups[group]);
 #pragma unroll
     for (int high = 0; high < 2; ++high) {
       const int row = lane / 4 + 8 * high;
-      const std::int64_t output = index / p.columns * kTileOutputs + row;
+      const std::int64_t output = std::int64_t{blockIdx.y} * kTileOutputs + row;
       if (output >= p.rows) continue;
       const float2 line = line_of<kCode>(tile, row, group);
-      Eight<T> weights;
+      float weights[8];
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         // Lane 0's words and shifts are every lane's.
         const auto place = Tile::place_of(8 * high, i);
-        weights.at[i] = from_float<T>(
-            weight_of<kCode>(bits[place.word - Tile::kFirstCode], place.shift, line, levels));
+        weights[i] =
+            weight_of<kCode>(bits[place.word - Tile::kFirstCode], place.shift, line, levels);
       }
-      *reinterpret_cast<Eight<T>*>(static_cast<T*>(p.to) + output * p.inputs + input) = weights;
+      store_eight(static_cast<T*>(p.to) + output * p.inputs + input, weights);
     }
   }
 }
@@ -170,7 +185,8 @@ __global__ void __launch_bounds__(kUnpackThreads)
 template <WeightCode kCode>
 void unpack(const UnpackParams& p, DType dtype, const Launch& launch) {
   constexpr int kWarps = kUnpackThreads / kWarp;
-  const dim3 grid(static_cast<unsigned>((p.count + kWarps - 1) / kWarps));
+  const dim3 grid(static_cast<unsigned>((p.columns + kWarps - 1) / kWarps),
+                  static_cast<unsigned>((p.rows + kTileOutputs - 1) / kTileOutputs));
   const auto run = [&](auto element) {
     launch_early("unpack_weight", unpack_kernel<kCode, decltype(element)>, grid, kUnpackThreads, 0,
                  launch, p);
@@ -234,11 +250,10 @@ void unpack_rows(const CodedMatrix& from, std::int64_t first, std::int64_t rows,
                  void* to, const Launch& launch) {
   check(first % kTileOutputs == 0 && first + rows <= from.outputs, "unpack: part of a tile");
   UnpackParams p{};
-  p.columns = from.tile_columns();
-  p.tiles = from.tiles + first / kTileOutputs * p.columns * from.tile_bytes();
-  p.count = (rows + kTileOutputs - 1) / kTileOutputs * p.columns;
+  p.columns = static_cast<int>(from.tile_columns());
+  p.inputs = static_cast<int>(from.inputs);
+  p.tiles = from.tiles + first / kTileOutputs * from.tile_columns() * from.tile_bytes();
   p.rows = rows;
-  p.inputs = from.inputs;
   p.to = to;
   p.levels = levels();
   if (from.code == WeightCode::int8) return unpack<WeightCode::int8>(p, dtype, launch);
