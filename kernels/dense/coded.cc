@@ -1,7 +1,7 @@
 #include "kernels/dense/coded.h"
 
 #include <algorithm>
-#include <iterator>
+#include <limits>
 #include <optional>
 
 #include "kernels/dense/coded_product.h"
@@ -13,16 +13,14 @@
 namespace sluice::cuda {
 namespace {
 
-// Tokens of one tiles_kernel(), which reads the weights once.
-constexpr int kPassTokens = 64;
 // Most tokens for which reading codes once per pass takes less time than decoding the matrix into
 // memory, writing and reading it.
-constexpr std::int64_t kMostTileTokens = 2 * kPassTokens;
+constexpr std::int64_t kMostTileTokens = 2 * kMostBatchTokens;
 // Part of the scratch memory for decoded rows; the rest is cuBLAS's workspace. 2,048 rows of 14,336
 // bf16 weights fit, which fill an H200 when 2,048 tokens are multiplied by them.
 constexpr std::size_t kUnpackedBytes = std::size_t{56} << 20;
 // Outputs of decoded parts, where that many fit: every tile size of cuBLAS divides them.
-constexpr std::int64_t kPartOutputs = 2048;
+constexpr std::int64_t kDecodedOutputs = 2048;
 
 constexpr int kStaticBytes = 1024;  // barriers and block sums; the system takes its part beside
 // Fewer warps leave the memory idle. GPUs whose shared memory has room for no more have less
@@ -144,54 +142,69 @@ LinearParams tokens_of(const LinearParams& all, std::int64_t first, std::int64_t
   return part;
 }
 
-// A shape of tiles_kernel(), with `columns` tiles of inputs in shared memory at a time.
-struct TilesShape {
-  int warps, stages, columns;
+// Teams of a block of batch_kernel(), and slots of each.
+struct BatchShape {
+  int teams, slots;
 };
-// The first of these that fits is taken. The last one fits every device.
-constexpr TilesShape kTilesShapes[] = {{8, 4, 4}, {8, 4, 2}, {8, 4, 1}, {4, 4, 1}, {4, 2, 1}};
 
 // Its shared memory.
 template <WeightCode kCode>
-std::int64_t tiles_bytes(const TilesShape& shape, int tokens) {
-  const std::int64_t rings =
-      std::int64_t{shape.warps} * shape.stages * 2 * CodedTile<kCode>::kBytes;
-  const std::int64_t inputs = std::int64_t{2} * tokens * shared_token_bytes(shape.columns);
+std::int64_t batch_bytes(const BatchShape& shape, int tokens) {
+  const std::int64_t teams = shape.teams;
+  const std::int64_t rings = teams * kPartRows * kBatchStages * CodedTile<kCode>::kBytes;
+  const std::int64_t inputs = teams * shape.slots * tokens * kTokenBytes;
   const std::int64_t sums =
-      CodedTile<kCode>::kHasOffsets ? std::int64_t{shape.columns} * kTileGroups * tokens * 4 : 0;
+      (teams - 1) * kTeamWarps * kTileOutputs * tokens * static_cast<std::int64_t>(sizeof(float));
   return kPairTableBytes<kCode> + rings + inputs + sums;
 }
 
+// As many teams as fit, and then slots.
 template <WeightCode kCode>
-CodedLaunch tiles_launch(CodedProductParams& k, const Launch& launch) {
-  CodedLaunch shape;
-  shape.token_tiles = k.tokens <= 16 ? 2 : k.tokens <= 32 ? 4 : 8;
-  const int tokens = shape.token_tiles * kMmaColumns;
-  const auto* const fits =
-      std::find_if(std::begin(kTilesShapes), std::end(kTilesShapes), [&](const TilesShape& s) {
-        return tiles_bytes<kCode>(s, tokens) + kStaticBytes <= launch.device->shared_bytes;
-      });
-  check(fits != std::end(kTilesShapes), "coded weights: shared memory");
-  shape.warps = fits->warps;
-  shape.stages = fits->stages;
-  k.chunk_columns = fits->columns;
-  shape.shared_bytes = static_cast<std::size_t>(tiles_bytes<kCode>(*fits, tokens));
-  // As many slices as fill the device, if their results fit in the scratch memory.
-  const std::int64_t part = 2 * shape.warps;
-  const std::int64_t parts = (k.tile_rows + part - 1) / part;
-  k.padded_outputs = parts * part * kTileOutputs;
-  const std::int64_t slice_bytes = k.tokens * k.padded_outputs * std::int64_t{sizeof(float)};
-  const std::int64_t room = static_cast<std::int64_t>(launch.scratch_bytes) / slice_bytes;
-  std::int64_t slices = launch.device->multiprocessors / parts;
-  slices = std::min({slices, std::int64_t{k.columns}, room});
-  if (parts > Launch::kCounters) slices = 1;
-  slices = std::max<std::int64_t>(slices, 1);
-  k.slice_columns = static_cast<int>((k.columns + slices - 1) / slices);
-  k.slices = (k.columns + k.slice_columns - 1) / k.slice_columns;
+BatchShape batch_shape(int most_teams, int tokens, const DeviceLimits& device) {
+  for (int teams = most_teams; teams > 0; --teams) {
+    for (int slots = kMostSlots; slots >= 2; --slots) {
+      const BatchShape shape = {teams, slots};
+      if (batch_bytes<kCode>(shape, tokens) + kStaticBytes <= device.shared_bytes) return shape;
+    }
+  }
+  throw Error(ErrorCode::unsupported, "coded weights need more shared memory per block");
+}
+
+template <WeightCode kCode, int kTokenTiles>
+CodedLaunch batch_launch(CodedProductParams& k, const Launch& launch) {
+  constexpr int kTokens = kTokenTiles * kMmaColumns;
+  const BatchShape fits = batch_shape<kCode>(kMostTeams<kTokenTiles>, kTokens, *launch.device);
+  const std::int64_t parts = (k.tile_rows + kPartRows - 1) / kPartRows;
+  const std::int64_t units = parts * k.columns;
+  const std::int64_t most_blocks = std::min<std::int64_t>(units, launch.device->multiprocessors);
+  const std::int64_t block_units = (units + most_blocks - 1) / most_blocks;
+  const std::int64_t blocks = (units + block_units - 1) / block_units;
+  const std::int64_t partial_bytes =
+      2 * blocks * kPartRows * kTileOutputs * kTokens * static_cast<std::int64_t>(sizeof(float));
+  check(units + k.columns <= std::numeric_limits<int>::max() &&
+            partial_bytes <= static_cast<std::int64_t>(launch.scratch_bytes) &&
+            blocks * kTeamWarps <= Launch::kHalfCounters,
+        "coded weights: a matrix that is too large, or a queue without scratch memory");
+  k.parts = static_cast<int>(parts);
+  k.block_units = static_cast<int>(block_units);
+  k.teams = fits.teams;
+  k.slots = fits.slots;
   k.partial = reinterpret_cast<float*>(launch.scratch);
   k.tickets = launch.counters;
-  shape.blocks = static_cast<int>(parts) * k.slices;
+  CodedLaunch shape;
+  shape.blocks = static_cast<int>(blocks);
+  shape.warps = fits.teams * kTeamWarps;
+  shape.shared_bytes = static_cast<std::size_t>(batch_bytes<kCode>(fits, kTokens));
   return shape;
+}
+
+void run_batch(CodedProductParams params, WeightCode code, DType dtype, const Launch& launch) {
+  dispatch_code(code, [&]<WeightCode kCode>() {
+    dispatch_token_tiles(params.tokens, [&](auto token_tiles) {
+      const auto shape = batch_launch<kCode, decltype(token_tiles)::value>(params, launch);
+      launch_batch_kernel<kCode>(params, dtype, shape, launch);
+    });
+  });
 }
 
 }  // namespace
@@ -237,14 +250,10 @@ void multiply_tiles(const LinearParams& p, const CodedMatrix& weight, const Laun
   if (const auto shape = row_launch(weight, p.x.rows, {}, least, *launch.device)) {
     return run_rows(product_params(p, weight), weight.code, p.x.dtype, false, *shape, launch);
   }
-  for (std::int64_t first = 0; first < p.x.rows; first += kPassTokens) {
+  for (std::int64_t first = 0; first < p.x.rows; first += kMostBatchTokens) {
     const LinearParams part =
-        tokens_of(p, first, std::min<std::int64_t>(kPassTokens, p.x.rows - first));
-    CodedProductParams k = product_params(part, weight);
-    dispatch_code(weight.code, [&]<WeightCode kCode>() {
-      const CodedLaunch shape = tiles_launch<kCode>(k, launch);
-      launch_tiles_kernel<kCode>(k, p.x.dtype, shape, launch);
-    });
+        tokens_of(p, first, std::min<std::int64_t>(kMostBatchTokens, p.x.rows - first));
+    run_batch(product_params(part, weight), weight.code, p.x.dtype, launch);
   }
 }
 
@@ -252,7 +261,7 @@ void multiply_unpacked(const LinearParams& p, const CodedMatrix& weight, Gemm& g
                        const Launch& launch) {
   const std::int64_t row_bytes = weight.inputs * static_cast<std::int64_t>(size_of(p.x.dtype));
   const std::int64_t fit = static_cast<std::int64_t>(kUnpackedBytes) / row_bytes;
-  const std::int64_t unit = fit >= kPartOutputs ? kPartOutputs : kTileOutputs;
+  const std::int64_t unit = fit >= kDecodedOutputs ? kDecodedOutputs : kTileOutputs;
   const std::int64_t most = fit / unit * unit;
   check(launch.scratch_bytes > kUnpackedBytes, "coded weights: a queue without scratch memory");
   if (most == 0) throw Error(ErrorCode::unsupported, "a coded matrix has too many inputs");

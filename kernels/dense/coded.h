@@ -2,9 +2,11 @@
 //
 //   coded_rows      rows into tiles, and tiles into elements; embeddings
 //   coding          elements into codes, while loading
-//   coded_product   up to 128 tokens, 64 at a time: tiles are decoded in registers and multiplied
-//                   on the tensor cores. Codes are exact in bf16 and f16, and a group's scale
-//                   multiplies the sum over the group in f32.
+//   coded_gemv      one or two tokens, and up to 8 whose inputs fit in shared memory. Codes are
+//                   exact; a group's scale multiplies the sum over the group in f32.
+//   coded_batch     up to 128 tokens, 64 at a time: weights are decoded in registers, rounded to
+//   the
+//                   inputs' dtype, and multiplied on the tensor cores
 //   coded           which way a product takes. More tokens decode parts of the matrix into scratch
 //                   memory, for cuBLAS.
 #pragma once

@@ -24,12 +24,20 @@ __device__ __forceinline__ void build_pairs(const CodedProductParams& p, std::by
   }
 }
 
+// (bits & mask) | ones, of which the compiler makes two instructions.
+__device__ __forceinline__ std::uint32_t and_or(std::uint32_t bits, std::uint32_t mask,
+                                                std::uint32_t ones) {
+  std::uint32_t result;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;\n" : "=r"(result) : "r"(bits), "r"(mask), "r"(ones));
+  return result;
+}
+
 // Two signed bytes, at bits 0 and 16 of `bits`, as elements; its other bytes are ignored. 0x43 is
 // the upper byte of the bf16 numbers 128 to 255 (0x4300 to 0x437f) and of 256 (0x4380), 0x64 that
 // of the f16 numbers 1024 to 1279.
 __device__ __forceinline__ std::uint32_t pair_of_bytes(__nv_bfloat16, std::uint32_t bits) {
-  const std::uint32_t low = (bits & 0x007f007fu) | 0x43004300u;   // 128 + lower seven bits
-  const std::uint32_t sign = (bits & 0x00800080u) | 0xc300c300u;  // -128, or -256 if negative
+  const std::uint32_t low = and_or(bits, 0x007f007fu, 0x43004300u);   // 128 + lower seven bits
+  const std::uint32_t sign = and_or(bits, 0x00800080u, 0xc300c300u);  // -128, or -256 if negative
   const __nv_bfloat162 one = __floats2bfloat162_rn(1.0f, 1.0f);
   const __nv_bfloat162 pair = __hfma2(*reinterpret_cast<const __nv_bfloat162*>(&low), one,
                                       *reinterpret_cast<const __nv_bfloat162*>(&sign));
@@ -41,10 +49,13 @@ __device__ __forceinline__ std::uint32_t pair_of_bytes(__half, std::uint32_t bit
   return *reinterpret_cast<const std::uint32_t*>(&pair);
 }
 
-// The fragments of a lane's codes of one group, of its two products.
+// The fragments of two products.
+using Fragments = std::uint32_t[2][4];
+
+// The fragments of a lane's codes of one group.
 template <WeightCode kCode, typename T>
 __device__ __forceinline__ void decode_group(const std::byte* tile, int group, int lane,
-                                             const std::byte* pairs, std::uint32_t (&a)[2][4]) {
+                                             const std::byte* pairs, Fragments& a) {
   using Tile = CodedTile<kCode>;
   const std::byte* const codes =
       tile + (Tile::kFirstCode + (group * kWarp + lane) * Tile::kLaneWords) * 4;
@@ -73,67 +84,47 @@ __device__ __forceinline__ void decode_group(const std::byte* tile, int group, i
   }
 }
 
-// A lane's view of the inputs in shared memory.
+// A lane's view of the inputs of up to eight tokens in shared memory.
 struct LaneInputs {
-  const std::byte* x;  // token l / 4 of the first eight tokens, from input 8 (l % 4) on
-  int tile_stride;     // bytes from eight tokens to the next
+  const std::byte* x;  // token l / 4, from input 8 (l % 4) on
   bool has_token;      // otherwise its inputs are zero
   const float* sums;   // [groups, tokens], from the first of the lane's two columns on
   int sum_stride;
 };
 
-// acc += weights times inputs, for kTiles tiles of the same column, which is counted from the first
-// whose inputs are in shared memory.
-template <WeightCode kCode, typename T, int kTiles, int kTokenTiles>
-__device__ __forceinline__ void multiply_stage(const std::byte* tiles, int column,
-                                               const LaneInputs& in, const std::byte* pairs,
-                                               float (&acc)[kTiles][kTokenTiles][4]) {
+// acc += a tile times the inputs of its column.
+template <WeightCode kCode, typename T>
+__device__ __forceinline__ void multiply_tile(const std::byte* tile, int column,
+                                              const LaneInputs& in, const std::byte* pairs,
+                                              float (&acc)[4]) {
   using Tile = CodedTile<kCode>;
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  const int of_row = lane / 4 * kTileGroups * 4;              // bytes
-  constexpr int kAtOnce = kTokenTiles > 4 ? 1 : kTileGroups;  // more would spill registers
-#pragma unroll kAtOnce
+  const int of_row = lane / 4 * kTileGroups * 4;  // bytes
+#pragma unroll
   for (int group = 0; group < kTileGroups; ++group) {
-    std::uint32_t a[kTiles][2][4];
-    float2 scale[kTiles];
-    float2 offset[kTiles];
-#pragma unroll
-    for (int m = 0; m < kTiles; ++m) {
-      const std::byte* const tile = tiles + m * Tile::kBytes;
-      decode_group<kCode, T>(tile, group, lane, pairs, a[m]);
-      const std::byte* const line = tile + of_row + group * 4;
-      scale[m] = __half22float2(*reinterpret_cast<const __half2*>(line));
-      if constexpr (Tile::kHasOffsets) {
-        offset[m] = __half22float2(*reinterpret_cast<const __half2*>(line + Tile::kScaleWords * 4));
-      }
-    }
+    Fragments a;
+    decode_group<kCode, T>(tile, group, lane, pairs, a);
+    const std::byte* const line = tile + of_row + group * 4;
+    const float2 scale = __half22float2(*reinterpret_cast<const __half2*>(line));
     const int input = column * kTileInputs + group * static_cast<int>(kWeightGroup);
-#pragma unroll
-    for (int n = 0; n < kTokenTiles; ++n) {
-      uint4 b = {0, 0, 0, 0};
-      if (in.has_token) b = *reinterpret_cast<const uint4*>(in.x + n * in.tile_stride + input * 2);
-      float2 sum = {0.0f, 0.0f};
-      if constexpr (Tile::kHasOffsets) {
-        sum = *reinterpret_cast<const float2*>(
-            in.sums + (input / static_cast<int>(kWeightGroup)) * in.sum_stride + n * kMmaColumns);
-      }
-#pragma unroll
-      for (int m = 0; m < kTiles; ++m) {
-        float c[4] = {};
-        mma(T(), c, a[m][0], b.x, b.y);
-        mma(T(), c, a[m][1], b.z, b.w);
-        float(&to)[4] = acc[m][n];
-        to[0] = fmaf(scale[m].x, c[0], to[0]);
-        to[1] = fmaf(scale[m].x, c[1], to[1]);
-        to[2] = fmaf(scale[m].y, c[2], to[2]);
-        to[3] = fmaf(scale[m].y, c[3], to[3]);
-        if constexpr (Tile::kHasOffsets) {
-          to[0] = fmaf(offset[m].x, sum.x, to[0]);
-          to[1] = fmaf(offset[m].x, sum.y, to[1]);
-          to[2] = fmaf(offset[m].y, sum.x, to[2]);
-          to[3] = fmaf(offset[m].y, sum.y, to[3]);
-        }
-      }
+    uint4 b = {0, 0, 0, 0};
+    if (in.has_token) b = *reinterpret_cast<const uint4*>(in.x + input * 2);
+    float c[4] = {};
+    mma(T(), c, a[0], b.x, b.y);
+    mma(T(), c, a[1], b.z, b.w);
+    acc[0] = fmaf(scale.x, c[0], acc[0]);
+    acc[1] = fmaf(scale.x, c[1], acc[1]);
+    acc[2] = fmaf(scale.y, c[2], acc[2]);
+    acc[3] = fmaf(scale.y, c[3], acc[3]);
+    if constexpr (Tile::kHasOffsets) {
+      const float2 offset =
+          __half22float2(*reinterpret_cast<const __half2*>(line + Tile::kScaleWords * 4));
+      const float2 sum = *reinterpret_cast<const float2*>(
+          in.sums + (input / static_cast<int>(kWeightGroup)) * in.sum_stride);
+      acc[0] = fmaf(offset.x, sum.x, acc[0]);
+      acc[1] = fmaf(offset.x, sum.y, acc[1]);
+      acc[2] = fmaf(offset.y, sum.x, acc[2]);
+      acc[3] = fmaf(offset.y, sum.y, acc[3]);
     }
   }
 }

@@ -29,7 +29,6 @@ class ElementInputs {
     sums_ = reinterpret_cast<float*>(x_ + p.tokens * shared_token_bytes(p.columns));
     own_.has_token = lane / 4 < p.tokens;
     own_.x = x_ + (own_.has_token ? lane / 4 * shared_token_bytes(p.columns) : 0) + lane % 4 * 16;
-    own_.tile_stride = 0;
     own_.sum_stride = sum_tokens(p.tokens);
     own_.sums = sums_ + (lane % 4 * 2 < own_.sum_stride ? lane % 4 * 2 : 0);
   }
@@ -55,8 +54,7 @@ class ElementInputs {
   }
   __device__ __forceinline__ void multiply(const std::byte* tile, int column,
                                            float (&acc)[4]) const {
-    float(&of_tile)[1][1][4] = reinterpret_cast<float(&)[1][1][4]>(acc);
-    multiply_stage<kCode, T, 1, 1>(tile, column, own_, pairs_, of_tile);
+    multiply_tile<kCode, T>(tile, column, own_, pairs_, acc);
   }
 
  private:

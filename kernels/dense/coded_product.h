@@ -1,8 +1,9 @@
-// Launch of the products of coded_product.cuh.
+// Launches of the kernels of coded_gemv.cuh and coded_batch.cuh.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "kernels/dense/coded_tile.h"
 #include "kernels/runtime/launch.h"
@@ -26,30 +27,27 @@ struct CodedProductParams {
   std::int64_t outputs;   // after swiglu, which halves the number of rows
   bool accumulate;
   int results;  // of row_kernel(): their offset in shared memory
-  // Of tiles_kernel(), which divides the columns into slices (split-K):
-  int slices;                   // in different blocks
-  int slice_columns;            // of a slice, except the last
-  int chunk_columns;            // whose inputs are in shared memory at a time
-  float* partial;               // [slices, tokens, padded_outputs], if there are several slices
-  std::int64_t padded_outputs;  // outputs, rounded up to those of whole blocks
-  std::uint32_t* tickets;       // zero, one for each block's part of the outputs
-  std::int8_t levels[16];       // of int4
+  // Of batch_kernel(), which divides a matrix into parts of kPartRows rows of tiles:
+  int parts;
+  int block_units;         // columns of parts for each block, except the last
+  int teams;               // of a block
+  int slots;               // of a team, for the inputs of a column
+  float* partial;          // room for the sums of two parts for each block
+  std::uint32_t* tickets;  // zero, kTeamWarps for each block
+  std::int8_t levels[16];  // of int4
 };
 
 // Shape of a launch.
 struct CodedLaunch {
   int blocks = 0;
-  int warps = 0;        // that multiply; row_kernel() has one more
-  int stages = 0;       // of tiles_kernel()
-  int stage_tiles = 0;  // of tiles_kernel(): neighbouring tiles in a stage, at most kStageTiles
-  int token_tiles = 0;  // of tiles_kernel(): of kMmaColumns tokens, 2, 4 or 8
+  int warps = 0;  // that multiply; row_kernel() has one more
   std::size_t shared_bytes = 0;
 };
 
 // Columns of a product on the tensor cores: tokens, or their digits.
 inline constexpr int kMmaColumns = 8;
 
-// Bytes of a block's table of pairs of int4 levels, in shared memory before the warps' stages.
+// Bytes of a block's table of pairs of int4 levels, in shared memory.
 template <WeightCode kCode>
 inline constexpr int kPairTableBytes = kCode == WeightCode::int4 ? 256 * 128 : 0;
 
@@ -92,21 +90,42 @@ constexpr int element_bytes(int columns, int tokens) {
          (CodedTile<kCode>::kHasOffsets ? sums : 0);
 }
 
+// batch_kernel(): a team of warps, each with neighbouring rows of tiles, has a part of the outputs.
+inline constexpr int kTeamWarps = 4;
+inline constexpr int kWarpTiles = 2;
+inline constexpr int kPartRows = kTeamWarps * kWarpTiles;
+inline constexpr int kBatchStages = 2;
+inline constexpr int kMostSlots = 3;                 // of a team, at least 2
+inline constexpr int kTokenBytes = kTileInputs * 2;  // of a token in a slot
+inline constexpr int kMostBatchTokens = 8 * kMmaColumns;
+// Calls body() with the tiles of kMmaColumns tokens, as a constant, that batch_kernel() computes.
+template <typename Body>
+void dispatch_token_tiles(int tokens, const Body& body) {
+  if (tokens <= 2 * kMmaColumns) return body(std::integral_constant<int, 2>());
+  if (tokens <= 4 * kMmaColumns) return body(std::integral_constant<int, 4>());
+  body(std::integral_constant<int, 8>());
+}
+// Teams of a block at most: as many as there are registers for.
+template <int kTokenTiles>
+inline constexpr int kMostTeams = kTokenTiles > 4   ? 2
+                                  : kTokenTiles > 2 ? 3
+                                                    : 4;
+
 // The dtype of x is bf16 or f16. `is_gated`: swiglu.
 template <WeightCode kCode>
 void launch_row_kernel(const CodedProductParams& params, DType dtype, bool is_gated,
                        const CodedLaunch& shape, const Launch& launch);
 template <WeightCode kCode>
-void launch_tiles_kernel(const CodedProductParams& params, DType dtype, const CodedLaunch& shape,
+void launch_batch_kernel(const CodedProductParams& params, DType dtype, const CodedLaunch& shape,
                          const Launch& launch);
 
 extern template void launch_row_kernel<WeightCode::int8>(const CodedProductParams&, DType, bool,
                                                          const CodedLaunch&, const Launch&);
 extern template void launch_row_kernel<WeightCode::int4>(const CodedProductParams&, DType, bool,
                                                          const CodedLaunch&, const Launch&);
-extern template void launch_tiles_kernel<WeightCode::int8>(const CodedProductParams&, DType,
+extern template void launch_batch_kernel<WeightCode::int8>(const CodedProductParams&, DType,
                                                            const CodedLaunch&, const Launch&);
-extern template void launch_tiles_kernel<WeightCode::int4>(const CodedProductParams&, DType,
+extern template void launch_batch_kernel<WeightCode::int4>(const CodedProductParams&, DType,
                                                            const CodedLaunch&, const Launch&);
 
 }  // namespace sluice::cuda
