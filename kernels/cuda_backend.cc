@@ -87,6 +87,7 @@ BackendInfo describe(const CudaOptions& options, const DeviceLimits& limits) {
   info.processor = Processor::cuda;
   info.head_dims.assign(gpu::kHeadDims.begin(), gpu::kHeadDims.end());
   info.f32_rows = false;
+  info.row_codes.assign(gpu::kRowCodes.begin(), gpu::kRowCodes.end());
   info.windows = false;
   info.memory_bytes = limits.memory_bytes;
   info.memory_rate = memory_rate(options.ordinal);

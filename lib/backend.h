@@ -6,6 +6,7 @@
 // returns.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <memory>
@@ -51,8 +52,8 @@ struct BackendInfo {
   Processor processor = Processor::host;
   std::vector<int> head_dims;  // that attention has kernels for; empty: all even ones up to 256
   bool f32_rows = true;        // supports rows in f32 besides f16 and bf16
-  bool coded_rows = true;      // supports rows of every RowCode
-  bool windows = true;         // attention to the newest rows only
+  std::vector<RowCode> row_codes = {RowCode::int8, RowCode::k8v4};  // of rows that it supports
+  bool windows = true;  // attention to the newest rows only
   // Codes rows of elements that are written into coded weights, to the bits of encode_rows().
   bool codes_weights = false;
   int most_query_heads = std::numeric_limits<int>::max();
@@ -69,7 +70,8 @@ struct BackendInfo {
   std::uint64_t cached_bytes = 0;
 
   bool takes(const RowFormat& rows) const {
-    return rows.is_coded() ? coded_rows : rows != DType::f32 || f32_rows;
+    if (!rows.is_coded()) return rows != DType::f32 || f32_rows;
+    return std::find(row_codes.begin(), row_codes.end(), rows.code) != row_codes.end();
   }
 };
 

@@ -17,6 +17,9 @@ namespace sluice::gpu {
 // Head dimensions that attention has kernels for.
 inline constexpr std::array kHeadDims = {32, 64, 80, 96, 128, 256};
 
+// Codes of rows that it takes. Its kernels for k8v4 have not been run on a GPU yet.
+inline constexpr std::array kRowCodes = {RowCode::int8};
+
 // Shared memory that every supported GPU gives a block: 8.6, 8.9 and 12.0 give no more. Whatever
 // runs on a GPU with more has to run with this.
 inline constexpr int kLeastSharedBytes = 99 << 10;

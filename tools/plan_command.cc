@@ -252,8 +252,8 @@ Command add_plan(CLI::App& app) {
       ->check(words_or({"auto", "bf16"}, weight_code_names()))
       ->capture_default_str();
   app.add_option("--kv-dtype", flags->rows,
-                 "type of rows; auto: bf16, int8 where host memory does not hold bf16, k8v4 where "
-                 "neither host memory nor a disk holds int8")
+                 "type of rows; auto: bf16, int8 where host memory does not hold bf16, on a CPU "
+                 "k8v4 where neither host memory nor a disk holds int8")
       ->check(words_or({"auto"}, row_format_names()))
       ->capture_default_str();
   app.add_option("--policy", flags->policy,

@@ -24,6 +24,7 @@ BackendInfo describe(const PlannedGpu& gpu) {
   info.processor = Processor::cuda;
   info.head_dims.assign(gpu::kHeadDims.begin(), gpu::kHeadDims.end());
   info.f32_rows = false;
+  info.row_codes.assign(gpu::kRowCodes.begin(), gpu::kRowCodes.end());
   info.windows = false;
   info.codes_weights = true;
   info.most_query_heads = 4096;

@@ -300,7 +300,7 @@ TEST(RequireSupported, NamesRowsThatABackendDoesNotHave) {
   BackendInfo info;
   info.name = "cuda:0";
   info.f32_rows = false;
-  info.coded_rows = false;
+  info.row_codes.clear();
   KvShape shape{1, 4, 2, 64, DType::bf16};
   EXPECT_NO_THROW(require_supported(info, shape));
   shape.rows = RowCode::int8;
@@ -310,7 +310,7 @@ TEST(RequireSupported, NamesRowsThatABackendDoesNotHave) {
   shape.rows = DType::f32;
   testing::expect_error(ErrorCode::unsupported, "not f32 (`kv_dtype`)",
                         [&] { require_supported(info, shape); });
-  info.coded_rows = true;
+  info.row_codes = {RowCode::int8, RowCode::k8v4};
   shape.rows = RowCode::int8;
   EXPECT_NO_THROW(require_supported(info, shape));
   shape.head_dim = 72;

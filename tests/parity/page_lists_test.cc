@@ -265,9 +265,9 @@ TEST_P(ListedPages, MeansAreOfWholePages) {
   std::vector<KvShape> shapes;
   for (const int head_dim : {32, 80, 128, 256}) {
     shapes.push_back(shape_of(2, 1, head_dim, DType::f16));
-    if (!backend_->info().coded_rows) continue;
-    shapes.push_back(shape_of(2, 1, head_dim, RowCode::int8));
-    shapes.push_back(shape_of(2, 1, head_dim, RowCode::k8v4));
+    for (const RowCode code : backend_->info().row_codes) {
+      shapes.push_back(shape_of(2, 1, head_dim, code));
+    }
   }
   for (const KvShape& shape : shapes) {
     const int head_dim = shape.head_dim;

@@ -53,7 +53,7 @@ inline std::vector<RowFormat> row_formats(const Device& backend, int head_dim) {
   std::vector<RowFormat> all = {DType::f16, DType::bf16};
   if (backend.info().f32_rows) all.emplace_back(DType::f32);
   for (const RowFormat coded : {RowCode::int8, RowCode::k8v4}) {
-    if (backend.info().coded_rows && coded.fits(head_dim)) all.push_back(coded);
+    if (backend.info().takes(coded) && coded.fits(head_dim)) all.push_back(coded);
   }
   return all;
 }
