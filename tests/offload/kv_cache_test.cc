@@ -192,8 +192,7 @@ TEST_P(Caches, ValuesInAFewBitsAreThoseOfTheReference) {
         "select=int4 prune=none compensate=values(bits=4,pages=1)",
         "select=int4 prune=none sinks=130 compensate=values(pages=0.3)",
         "select=int4 prune=top_k(16) compensate=values(bits=4,pages=1)",
-        "select=int4 prune=none compensate=values(components=half,pages=1)",
-        "select=int4 prune=top_k(16) compensate=values(bits=4,components=half,pages=1)"}) {
+        "select=int4 prune=none compensate=values(components=half,pages=1)"}) {
     SCOPED_TRACE(line);
     KvConfig config = this->config(300);
     config.policies = {parse_policy(line)};
