@@ -437,6 +437,26 @@ class Caches(Case):
         np.testing.assert_allclose(out, plain_attention(q[202:], k, v), atol=1e-4)
         self.assertEqual(sequence.ledger()["decode"]["steps"], 3)
 
+    def test_rows_in_int8_and_log_sum_exps(self):
+        k, v, q = self.arrays(200, seed=7)
+        hidden = np.triu(np.ones((200, 200), bool), 1)
+        logits = np.einsum("qhd,khd->hqk", q.astype(np.float64), np.repeat(k, 2, 1)) / 8
+        logits[:, hidden] = -np.inf
+        most = logits.max(-1)
+        wanted = (most + np.log(np.exp(logits - most[..., None]).sum(-1))).T
+        for rows, close in (("f32", 1e-4), ("int8", 0.1)):
+            step = sluice.KvCache(**self.shape, rows=rows).new_sequence().begin_step("prefill", 200)
+            out, lse = np.empty((200, 4, 64), np.float32), np.empty((200, 4), np.float32)
+            for layer in range(2):
+                step.append(layer, k, v)
+                step.attend(layer, q, out, lse=lse)
+                np.testing.assert_allclose(out, plain_attention(q, k, v), atol=close)
+                np.testing.assert_allclose(lse, wanted, atol=close)
+            for bad in (lse[:199], lse.T, lse.astype(np.float64), np.empty((200, 8), np.float32)[:, ::2]):
+                with self.subTest(rows, shape=bad.shape), self.assertRaises((sluice.UsageError, TypeError)):
+                    step.attend(1, q, out, lse=bad)
+            step.end()
+
     def test_refuse_what_is_wrong(self):
         cache = sluice.KvCache(**self.shape)
         sequence = cache.new_sequence()

@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "bindings/python/src/common.h"
+#include "sluice/format_names.h"
 #include "sluice/value_basis.h"
 
 namespace sluice::python {
@@ -93,13 +94,32 @@ void append(PyStep& self, int layer, const Input& keys, const Input& values) {
   self.step.append(layer, k, v);
 }
 
-void attend(PyStep& self, int layer, const Input& queries, const Output& out) {
+// The caller's array for log-sum-exps, where `out` is; null without one.
+float* lse_of(const PyStep& self, const std::optional<Output>& lse, const Output& out) {
+  if (!lse) return nullptr;
+  const auto heads = static_cast<std::size_t>(self.shape().query_heads);
+  const bool fits = lse->ndim() == 2 && static_cast<std::int64_t>(lse->shape(0)) == self.tokens &&
+                    lse->shape(1) == heads && dtype_of(*lse, "lse") == DType::f32;
+  if (!fits) {
+    refuse("lse: float32 of shape (" + std::to_string(self.tokens) + ", " + std::to_string(heads) +
+           ") is needed");
+  }
+  const bool is_dense = (heads == 1 || lse->stride(1) == 1) &&
+                        (self.tokens == 1 || lse->stride(0) == static_cast<std::int64_t>(heads));
+  if (!is_dense) refuse("lse: the array has to be contiguous");
+  if (lse->device_type() != out.device_type()) refuse("lse: it has to be where `out` is");
+  return static_cast<float*>(lse->data());
+}
+
+void attend(PyStep& self, int layer, const Input& queries, const Output& out,
+            const std::optional<Output>& lse) {
   require_thread(self);
   const int heads = self.shape().query_heads;
   const KvInput q(queries.data(), layout_of(queries, "queries", self, heads));
   const KvOutput o(out.data(), layout_of(out, "out", self, heads));
+  float* const sums = lse_of(self, lse, out);
   const nb::gil_scoped_release unlocked;
-  self.step.attend(layer, q, o);
+  self.step.attend(layer, q, o, sums);
 }
 
 // The bytes of a float array in host memory without gaps, whatever its dimensions.
@@ -157,9 +177,7 @@ std::shared_ptr<PyCache> open_cache(
   KvConfig config;
   if (basis) config.value_basis = floats_of(*basis, "value_basis");
   config.shape = {layers, query_heads, kv_heads, head_dim, DType::bf16};
-  if (rows == "f32") config.shape.rows = DType::f32;
-  if (rows == "f16") config.shape.rows = DType::f16;
-  if (rows != "f32" && rows != "f16" && rows != "bf16") refuse("`rows` is bf16, f16 or f32");
+  config.shape.rows = parse_row_format(rows, "rows");
   config.context = context;
   config.device = device;
   config.stream = reinterpret_cast<void*>(stream);  // NOLINT(performance-no-int-to-ptr)
@@ -273,7 +291,11 @@ void bind_kv_cache(nb::module_& module) {
       .def("append", &append, nb::arg("layer"), nb::arg("keys"), nb::arg("values"),
            "Keys (after RoPE) and values, (tokens, kv_heads, head_dim).")
       .def("attend", &attend, nb::arg("layer"), nb::arg("queries"), nb::arg("out"),
-           "Attends with queries (tokens, query_heads, head_dim); writes the result to `out`.")
+           nb::arg("lse") = nb::none(),
+           "Attends with queries (tokens, query_heads, head_dim); writes the result to `out` and, "
+           "if "
+           "given, the log-sum-exp of the attended logits to `lse`, float32 (tokens, query_heads) "
+           "where `out` is.")
       .def("end", [](PyStep& self) {
         require_thread(self);
         const nb::gil_scoped_release unlocked;
