@@ -13,6 +13,9 @@ namespace {
 
 constexpr int kWeighThreads = 256;
 constexpr int kWeighWarps = kWeighThreads / kWarp;
+// So few that they do not limit the blocks of a multiprocessor: their threads wait for memory most
+// of the time.
+constexpr int kMostRegisters = 32;
 constexpr int kRowLanes = kPageTokens / 8;  // lanes that read one query head's logits of a page
 constexpr int kRowsAtOnce = kWarp / kRowLanes;
 
@@ -195,8 +198,7 @@ __device__ __forceinline__ void weigh_slice(const WeighCall& c, uint4* memory) {
 }
 
 // Beside the kernel before, it waits last: rule 2 of early_launch.cuh.
-__global__ void __launch_bounds__(kWeighThreads, 8)
-    weigh_slices(const __grid_constant__ WeighCall c) {
+__global__ void __maxnreg__(kMostRegisters) weigh_slices(const __grid_constant__ WeighCall c) {
   extern __shared__ uint4 memory[];
   if (c.is_beside) {
     __threadfence();  // so that no stale line of this L1 cache is read
