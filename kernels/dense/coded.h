@@ -5,8 +5,7 @@
 //   coded_gemv      one or two tokens, and up to 8 whose inputs fit in shared memory. Codes are
 //                   exact; a group's scale multiplies the sum over the group in f32.
 //   coded_batch     up to 128 tokens, 64 at a time: weights are decoded in registers, rounded to
-//   the
-//                   inputs' dtype, and multiplied on the tensor cores
+//                   the inputs' dtype, and multiplied on the tensor cores
 //   coded           which way a product takes. More tokens decode parts of the matrix into scratch
 //                   memory, for cuBLAS.
 #pragma once

@@ -24,7 +24,7 @@ __device__ __forceinline__ void build_pairs(const CodedProductParams& p, std::by
   }
 }
 
-// (bits & mask) | ones, of which the compiler makes two instructions.
+// (bits & mask) | ones in one instruction, because the compiler makes two of the expression.
 __device__ __forceinline__ std::uint32_t and_or(std::uint32_t bits, std::uint32_t mask,
                                                 std::uint32_t ones) {
   std::uint32_t result;

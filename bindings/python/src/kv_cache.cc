@@ -94,6 +94,18 @@ void append(PyStep& self, int layer, const Input& keys, const Input& values) {
   self.step.append(layer, k, v);
 }
 
+// A dimension of one element may have any stride.
+template <typename Array>
+void require_dense(const Array& array, const char* name) {
+  std::int64_t stride = 1;
+  for (std::size_t i = array.ndim(); i-- > 0;) {
+    if (array.shape(i) > 1 && array.stride(i) != stride) {
+      refuse(std::string(name) + ": the array has to be contiguous");
+    }
+    stride *= static_cast<std::int64_t>(array.shape(i));
+  }
+}
+
 // The caller's array for log-sum-exps, where `out` is; null without one.
 float* lse_of(const PyStep& self, const std::optional<Output>& lse, const Output& out) {
   if (!lse) return nullptr;
@@ -104,9 +116,7 @@ float* lse_of(const PyStep& self, const std::optional<Output>& lse, const Output
     refuse("lse: float32 of shape (" + std::to_string(self.tokens) + ", " + std::to_string(heads) +
            ") is needed");
   }
-  const bool is_dense = (heads == 1 || lse->stride(1) == 1) &&
-                        (self.tokens == 1 || lse->stride(0) == static_cast<std::int64_t>(heads));
-  if (!is_dense) refuse("lse: the array has to be contiguous");
+  require_dense(*lse, "lse");
   if (lse->device_type() != out.device_type()) refuse("lse: it has to be where `out` is");
   return static_cast<float*>(lse->data());
 }
@@ -125,17 +135,11 @@ void attend(PyStep& self, int layer, const Input& queries, const Output& out,
 // The bytes of a float array in host memory without gaps, whatever its dimensions.
 template <typename Array>
 std::size_t dense_bytes(const Array& array, const char* name) {
-  std::int64_t stride = 1;
-  for (std::size_t i = array.ndim(); i-- > 0;) {
-    if (array.shape(i) > 1 && array.stride(i) != stride) {
-      refuse(std::string(name) + ": the array has to be contiguous");
-    }
-    stride *= static_cast<std::int64_t>(array.shape(i));
-  }
+  require_dense(array, name);
   if (array.device_type() != nb::device::cpu::value) {
     refuse(std::string(name) + ": the array has to be in host memory");
   }
-  return static_cast<std::size_t>(stride) * size_of(dtype_of(array, name));
+  return array.size() * size_of(dtype_of(array, name));
 }
 
 void write_value_basis(const Input& weights, const Output& out) {
@@ -319,9 +323,8 @@ void bind_kv_cache(nb::module_& module) {
            "`stream` is a cudaStream_t as a number, 1 for CUDA's default stream. The cache then "
            "computes in its order: arrays on the GPU need not be ready when they are passed, and "
            "only end() waits. 0: the cache has a stream of its own, and every call waits. "
-           "`value_basis`, float32 (layers, kv_heads, head_dim / 2, head_dim), is what policies "
-           "with "
-           "components=half, such as compact, need: see value_basis().")
+           "`value_basis`, float32 (layers, kv_heads, head_dim / 2, head_dim), is for "
+           "policies with components=half, such as compact: see value_basis().")
       .def(
           "new_sequence",
           [](const std::shared_ptr<PyCache>& self) {

@@ -23,9 +23,9 @@
 //
 // In int4 the channel of a group that is farthest from 0, x, gets the code -8, so the scale is x /
 // -8, of either sign; with codes of -7 to 7 alone a step would be an eighth longer. The scale is
-// rounded to 5 significant bits, of which an element has 8 at most: it is exact in bf16, and tensor
-// cores can multiply it. |element - x| <= |s| / 2, and <= 1.25 |s| on the side of 0 that has no
-// code 8, for an x beyond 7.5 |s|.
+// rounded to 5 significant bits, because an element then has at most 8: it is exact in bf16, and
+// tensor cores can multiply it. |element - x| <= |s| / 2, and <= 1.25 |s| on the side of 0 that has
+// no code 8, for an x beyond 7.5 |s|.
 //
 // If an element is NaN or infinite, the scale is NaN, and with it all elements of that key, value
 // or group. If all are below 2^-100, all are coded as 0.

@@ -1,6 +1,6 @@
-// The vectors of which policies with components=half keep a value's products; see
-// docs/policies.md. An Engine finds them by itself; KvConfig::value_basis takes them from callers
-// who run a model of their own.
+// Basis of values: policies with components=half keep a value as its products with these vectors;
+// see docs/policies.md. An Engine finds them by itself; KvConfig::value_basis takes them from
+// callers who run a model of their own.
 #pragma once
 
 #include <cstddef>
