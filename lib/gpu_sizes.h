@@ -17,8 +17,8 @@ namespace sluice::gpu {
 // Head dimensions that attention has kernels for.
 inline constexpr std::array kHeadDims = {32, 64, 80, 96, 128, 256};
 
-// Codes of rows that it takes. Its kernels for k8v4 have not been run on a GPU yet.
-inline constexpr std::array kRowCodes = {RowCode::int8};
+// Codes of rows that it takes.
+inline constexpr std::array kRowCodes = {RowCode::int8, RowCode::k8v4};
 
 // Shared memory that every supported GPU gives a block: 8.6, 8.9 and 12.0 give no more. Whatever
 // runs on a GPU with more has to run with this.
