@@ -53,14 +53,21 @@ std::string device_lines(const KvPlan& kv) {
   return first(std::to_string(kv.resident_tokens) + " tokens" +
                (kv.tails ? " and the newest page" : "") + " resident,") +
          more +
-         continued((kv.on_disk ? "the rest on disk, streamed " : "the rest streamed, ") +
+         continued((kv.host_blocks > 0 ? "the rest in host memory or on disk, streamed "
+                    : kv.on_disk       ? "the rest on disk, streamed "
+                                       : "the rest streamed, ") +
                    std::to_string(kv.stream_tokens) + " rows at a time");
 }
 
 std::string disk_note(const KvPlan& kv) {
-  if (kv.host_cache_rows == 0) return "on their way to and from the disk";
-  return "on their way, and a cache of " + std::to_string(kv.host_cache_rows * kv.shape.kv_heads) +
-         " rows";
+  std::string note = "on their way";
+  if (kv.host_blocks > 0) {
+    note += ", those of " + std::to_string(kv.host_blocks * kPageTokens) + " tokens";
+  }
+  if (kv.host_cache_rows > 0) {
+    note += ", a cache of " + std::to_string(kv.host_cache_rows * kv.shape.kv_heads);
+  }
+  return note;
 }
 
 // Bytes of a CPU's device tier that host_bytes does not include.
@@ -182,6 +189,7 @@ std::string Plan::to_json() const {
                                {"host_rows_bytes", kv.host_bytes},
                                {"on_disk", kv.on_disk},
                                {"disk_bytes", kv.disk_bytes},
+                               {"host_blocks", kv.host_blocks},
                                {"host_cache_rows", kv.host_cache_rows},
                                {"device_in_host", kv.device_in_host},
                                {"weight_bytes", weight_bytes},

@@ -142,13 +142,16 @@ void DiskRows::begin(const FetchWave& wave) {
   for (auto& found : found_) found.clear();
   std::fill(spare_used_.begin(), spare_used_.end(), 0);
   place_all(wave);
-  if (fetch.misses.empty()) return;
-  pages_->wait_for_writes(wave.layer);
-  // In the order of their addresses, so that neighbours are read together.
-  std::sort(fetch.misses.begin(), fetch.misses.end(), [](const Miss& a, const Miss& b) {
-    return std::pair(a.unit, a.offset) < std::pair(b.unit, b.offset);
-  });
-  begin_read(wave);
+  if (!fetch.misses.empty()) {
+    pages_->wait_for_writes(wave.layer);
+    // In the order of their addresses, so that neighbours are read together.
+    std::sort(fetch.misses.begin(), fetch.misses.end(), [](const Miss& a, const Miss& b) {
+      return std::pair(a.unit, a.offset) < std::pair(b.unit, b.offset);
+    });
+    begin_read(wave);
+  }
+  // While the disk reads.
+  for (const HostRow& row : fetch.in_host) std::memcpy(row.to, row.from, shape_.row_bytes());
 }
 
 void DiskRows::end(const FetchWave& wave) {
@@ -180,18 +183,20 @@ std::int32_t DiskRows::place(const FetchWave& wave, std::int64_t token, std::int
     fetch_of(wave).sharers.push_back({head, row, token});
     return at->second;
   }
+  if (pages_->is_in_host(wave.layer, row / kRows)) {
+    const std::int64_t number = take_spare(wave, head);
+    const RowRun from = {.count = 1, .number = row};
+    fetch_of(wave).in_host.push_back(
+        {pages_->host_row(wave.layer, static_cast<int>(head), from), row_at(head, number)});
+    return at->second = static_cast<std::int32_t>(number);
+  }
   const RowCacheView::Tag tag = view_.tag(wave.layer, row);
   if (const std::int64_t way = find_way(head, tag); way >= 0) {
     return at->second = static_cast<std::int32_t>(way);
   }
   Miss miss;
   miss.way = take_way(head, tag);
-  std::int64_t number = miss.way;
-  if (number < 0) {
-    const std::int64_t spare = placed_rows_ / std::ssize(fetches_);
-    number = view_.ways() + static_cast<std::int64_t>(half_of(wave.layer)) * spare +
-             spare_used_[static_cast<std::size_t>(head)]++;
-  }
+  const std::int64_t number = miss.way < 0 ? take_spare(wave, head) : miss.way;
   const DiskLayout& layout = pages_->layout();
   const std::uint64_t offset = static_cast<std::uint64_t>(row % kRows) * shape_.row_bytes();
   miss.unit = layout.address(wave.layer, static_cast<int>(head), row / kRows) +
@@ -203,6 +208,13 @@ std::int32_t DiskRows::place(const FetchWave& wave, std::int64_t token, std::int
   miss.token = token;
   fetch_of(wave).misses.push_back(miss);
   return at->second = static_cast<std::int32_t>(number);
+}
+
+// A row behind the cache.
+std::int64_t DiskRows::take_spare(const FetchWave& wave, std::int64_t head) {
+  const std::int64_t spare = placed_rows_ / std::ssize(fetches_);
+  return view_.ways() + static_cast<std::int64_t>(half_of(wave.layer)) * spare +
+         spare_used_[static_cast<std::size_t>(head)]++;
 }
 
 std::int64_t DiskRows::find_way(std::int64_t head, RowCacheView::Tag tag) {

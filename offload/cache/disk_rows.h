@@ -1,12 +1,14 @@
-// Selected rows that lie on disk: found in a cache of rows in host memory, or read by sectors.
+// Selected rows that lie below the device: copied from pages in host memory, found in a cache of
+// rows there, or read from disk by sectors.
 //
-//   find_rows() ─► places ─► host ─► begin_fetch(): cached in host memory? else ─► read
+//   find_rows() ─► places ─► host ─► begin_fetch(): in host memory? else ─► read
 //                                              └─► end_fetch(): rows are there ─► places ─► attend
 //
 // Reads are under way between the two, so that a layer that chose its rows early computes
 // meanwhile. The cache works as the one on the device does (lib/backend/row_cache.h): per KV head,
 // shared by all layers, sets of 32 ways, a fading count. A row that gets no way is put behind the
-// cache, where it stays until the next layer fetches, or the one after it if layers choose early.
+// cache, where it stays until the next layer fetches, or the one after it if layers choose early;
+// so is a row from a page in host memory, which the cache need not have twice.
 #pragma once
 
 #include <cstddef>
@@ -96,6 +98,11 @@ class DiskRows {
     std::int32_t row = 0;    // block * kPageTokens + offset
     std::int64_t token = 0;  // of the step, the first that selected the row
   };
+  // A row to copy from a page in host memory.
+  struct HostRow {
+    const std::byte* from = nullptr;
+    std::byte* to = nullptr;
+  };
   // A token that selected a row after another one had.
   struct Sharer {
     std::int64_t head = 0;
@@ -107,6 +114,7 @@ class DiskRows {
   struct Fetch {
     bool is_open = false;      // until it has ended
     std::vector<Miss> misses;  // in the order of their units
+    std::vector<HostRow> in_host;
     std::vector<Sharer> sharers;
     std::size_t first = 0;  // misses [first, end) are being read
     std::size_t end = 0;
@@ -128,6 +136,7 @@ class DiskRows {
   void place_all(const FetchWave& wave);
   std::int32_t place(const FetchWave& wave, std::int64_t token, std::int64_t head,
                      std::int32_t row);
+  std::int64_t take_spare(const FetchWave& wave, std::int64_t head);
   std::int64_t find_way(std::int64_t head, RowCacheView::Tag tag);
   std::int64_t take_way(std::int64_t head, RowCacheView::Tag tag);
   void begin_read(const FetchWave& wave);

@@ -7,6 +7,7 @@
 #include "lib/backend/index_ops.h"
 #include "lib/backend/row_cache.h"
 #include "lib/bytes.h"
+#include "offload/plan/planner.h"
 
 namespace sluice {
 namespace {
@@ -25,12 +26,23 @@ DiskLayout::DiskLayout(const KvPlan& plan)
       unit_bytes(unit_of(shape.row_bytes(), page_bytes)),
       region_bytes(static_cast<std::uint64_t>(plan.blocks) * page_bytes),
       regions(static_cast<std::uint64_t>(shape.layers) *
-              static_cast<std::uint64_t>(shape.kv_heads)) {}
+              static_cast<std::uint64_t>(shape.kv_heads)),
+      first_in_host(plan.resident_tokens / kPageTokens),
+      blocks_in_host(plan.host_blocks) {}
+
+std::uint64_t DiskLayout::stored(std::uint64_t address) const {
+  const std::uint64_t region = address / region_bytes;
+  std::uint64_t position = address % region_bytes;
+  if (position >= static_cast<std::uint64_t>(first_in_host) * page_bytes) {
+    position -= static_cast<std::uint64_t>(blocks_in_host) * page_bytes;
+  }
+  return region * stored_region_bytes() + position;
+}
 
 PageStoreConfig DiskLayout::store() const {
   PageStoreConfig config;
   config.regions = regions;
-  config.region_bytes = region_bytes;
+  config.region_bytes = stored_region_bytes();
   config.stripe_bytes = page_bytes;
   return config;
 }
@@ -56,6 +68,7 @@ DiskHostBytes::DiskHostBytes(const KvPlan& plan) {
   streamed = kHalves * heads * static_cast<std::uint64_t>(stream_pages(plan)) * layout.page_bytes +
              kSectorBytes;
   written = kHalves * heads * layout.page_bytes + kSectorBytes;
+  pages = layout.regions * host_region_bytes(plan.shape, plan.host_blocks * kPageTokens);
   if (placed > 0) {
     const auto fetches = static_cast<std::uint64_t>(fetches_at_once(plan));
     units = fetches * static_cast<std::uint64_t>(units_at_once(plan)) * layout.unit_bytes +

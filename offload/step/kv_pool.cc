@@ -211,7 +211,6 @@ void KvPool::subtract_values(int layer, std::int32_t sequence, std::int64_t firs
     return;
   }
   if (index.value_sums(layer) == nullptr) return;
-  transfer_->synchronize();  // rows that streamed before may be on their way from the buffer
   for (const RowRun& run : nearest_runs(tables_, sequence, first, end, set_of(layer))) {
     if (run.place == RowPlace::device) {
       index.add_values(layer, sequence, spans(layer, run), true);
@@ -224,12 +223,8 @@ void KvPool::subtract_values(int layer, std::int32_t sequence, std::int64_t firs
       const std::int64_t skipped = at - page;
       const RowRun whole = {RowPlace::host, page, next - page,
                             run.number + at - run.first - skipped};
-      disk_->begin_read(0, layer, whole);
-      disk_->end_read(0);
-      const auto heads = static_cast<std::uint64_t>(plan_.shape.kv_heads);
-      uncounted_[static_cast<std::size_t>(layer)].read +=
-          {heads * static_cast<std::uint64_t>(next - at), heads * disk_->layout().page_bytes};
-      std::vector<RowSpan> rows = disk_->spans(0, whole);
+      std::vector<RowSpan> rows =
+          page_below(layer, whole, next - at, uncounted_[static_cast<std::size_t>(layer)].read);
       for (RowSpan& span : rows) {
         span.rows += static_cast<std::size_t>(skipped) * plan_.shape.row_bytes();
         span.count -= skipped;
@@ -317,9 +312,8 @@ std::vector<std::int32_t> KvPool::write(std::int32_t sequence, std::int64_t firs
   settle();  // copies of a step that failed
   kept_rows_ = false;
   const BlockTables::Writing writing = tables_.write(sequence, first, end);
-  if (disk_ == nullptr) {
-    make_room_on_host(writing, sequence, first, rows_in_host(sequence, first, end), by_layers);
-  } else {
+  make_room_on_host(writing, sequence, first, rows_in_host(sequence, first, end), by_layers);
+  if (disk_ != nullptr) {
     // The page that the new tokens continue is written once it is complete.
     const bool continues = first % kPageTokens != 0;
     write_lost(continues ? tables_.page(sequence, first / kPageTokens).host : PageSlots::kNone);
@@ -365,7 +359,9 @@ void KvPool::attach(std::int32_t sequence, std::int64_t pages,
 void KvPool::make_room_on_host(const BlockTables::Writing& writing, std::int32_t sequence,
                                std::int64_t first, std::int64_t rows, bool by_layers) {
   try {
-    if (plan_.ragged) {
+    if (disk_ != nullptr) {
+      disk_->grow((rows + kPageTokens - 1) / kPageTokens);
+    } else if (plan_.ragged) {
       host_->grow_to(rows);
     } else if (by_layers && writing.blocks.empty()) {
       host_->charge(rows);
@@ -393,15 +389,21 @@ void KvPool::write_lost(std::int32_t but) {
       pages.push_back(
           {at.block, on_device(layer, 0, at.slot * std::int64_t{kPageTokens}), device_stride(set)});
     }
-    disk_->write(layer, pages);
-    uncounted_[static_cast<std::size_t>(layer)].written +=
-        static_cast<std::int64_t>(pages.size()) * kPageTokens;
+    Written& written = uncounted_[static_cast<std::size_t>(layer)].written;
+    written.rows += std::ssize(pages) * kPageTokens;
+    written.to_disk += disk_->write(layer, pages) * kPageTokens;
   }
 }
 
-Traffic KvPool::read_from_page(std::int64_t rows) const {
+std::vector<RowSpan> KvPool::page_below(int layer, const RowRun& page, std::int64_t wanted,
+                                        Traffic& read) {
+  transfer_->synchronize();
+  // A disk reads whole pages.
   const auto heads = static_cast<std::uint64_t>(plan_.shape.kv_heads);
-  return {heads * static_cast<std::uint64_t>(rows), heads * disk_->layout().page_bytes};
+  if (!disk_->is_in_host(layer, page.number / kPageTokens)) {
+    read += {heads * static_cast<std::uint64_t>(wanted), heads * disk_->layout().page_bytes};
+  }
+  return disk_->page_rows(layer, page);
 }
 
 void KvPool::record_uncounted(Ledger& ledger) {
@@ -413,16 +415,17 @@ void KvPool::record_uncounted(Ledger& ledger) {
   }
 }
 
-void KvPool::record_written(int layer, std::int64_t rows, Ledger& ledger) const {
-  const Traffic traffic = traffic_of(plan_.shape, rows);
-  ledger.record(layer, Tier::device, Tier::host, Cause::write_back, traffic);
-  ledger.record(layer, Tier::host, Tier::disk, Cause::write_back, traffic);
+void KvPool::record_written(int layer, const Written& written, Ledger& ledger) const {
+  ledger.record(layer, Tier::device, Tier::host, Cause::write_back,
+                traffic_of(plan_.shape, written.rows));
+  ledger.record(layer, Tier::host, Tier::disk, Cause::write_back,
+                traffic_of(plan_.shape, written.to_disk));
 }
 
 void KvPool::grow_ahead(std::int64_t rows) noexcept {
   try {
     const std::int64_t of_row = plan_.ragged ? plan_.shape.layers : 1;
-    if (host_ == nullptr) return;
+    if (disk_ != nullptr) return disk_->grow_to((host_used_ + rows) / kPageTokens);
     host_->grow_to(std::min(of_row * plan_.host_rows(), host_used_ + of_row * rows));
   } catch (const Error&) {  // NOLINT(bugprone-empty-catch): the write that needs it reports
   }
@@ -467,12 +470,16 @@ void KvPool::copy_above_disk(int layer, const BlockCopy& copy, Ledger& ledger) {
   };
   if (copy.from.device == PageSlots::kNone) {
     const RowRun run = {RowPlace::host, 0, copy.rows, copy.from.host * std::int64_t{kPageTokens}};
-    transfer_->synchronize();  // rows that streamed before may be on their way from the buffer
-    disk_->begin_read(0, layer, run);
-    disk_->end_read(0);
-    queue_->copy(disk_->copies(0, run, to));
+    Traffic read;
+    const std::vector<RowSpan> rows = page_below(layer, run, copy.rows, read);
+    std::vector<CopyOp> ops;
+    for (int head = 0; head < plan_.shape.kv_heads; ++head) {
+      ops.push_back({to(head), rows[static_cast<std::size_t>(head)].rows,
+                     static_cast<std::size_t>(copy.rows) * plan_.shape.row_bytes()});
+    }
+    queue_->copy(ops);
     queue_->synchronize();  // the buffer is read again
-    ledger.record(layer, Tier::disk, Tier::host, Cause::miss, read_from_page(copy.rows));
+    ledger.record(layer, Tier::disk, Tier::host, Cause::miss, read);
     ledger.record(layer, Tier::host, Tier::device, Cause::miss, traffic_of(plan_.shape, copy.rows));
     return;
   }
@@ -542,11 +549,7 @@ std::vector<RowSpan> KvPool::page_rows(int layer, std::int32_t sequence, std::in
   const RowRun in_host = {RowPlace::host, page * kPageTokens, count,
                           slots.host * std::int64_t{kPageTokens}};
   if (disk_ == nullptr) return spans(layer, in_host);
-  if (slots.device == PageSlots::kNone) {
-    disk_->begin_read(0, layer, in_host);
-    disk_->end_read(0);
-    return disk_->spans(0, in_host);
-  }
+  if (slots.device == PageSlots::kNone) return disk_->page_rows(layer, in_host);
   const DevicePage on_device = {slots.host,
                                 this->on_device(layer, 0, slots.device * std::int64_t{kPageTokens}),
                                 device_stride(set_of(layer))};

@@ -133,8 +133,13 @@ class KvPool {
   // Makes the queue's later work wait for these copies.
   void settle();
 
-  // Counts rows of every KV head that went from the device to disk.
-  void record_written(int layer, std::int64_t rows, Ledger& ledger) const;
+  // Rows of every KV head of a layer that went from the device to host memory, and of these on to
+  // the disk.
+  struct Written {
+    std::int64_t rows = 0;
+    std::int64_t to_disk = 0;
+  };
+  void record_written(int layer, const Written& written, Ledger& ledger) const;
 
   // The first `count` rows of a page of a sequence, in host memory: where they lie, or read from
   // disk or copied from the device. Waits for all work; no step may be under way. Valid until the
@@ -189,8 +194,10 @@ class KvPool {
   void copy_shared(const BlockTables::Writing& writing, Ledger& ledger);
   void copy_block(const BlockCopy& copy, Ledger& ledger);
   void copy_above_disk(int layer, const BlockCopy& copy, Ledger& ledger);
-  // What a disk moves for `rows` rows per KV head of a page: it reads whole ones.
-  Traffic read_from_page(std::int64_t rows) const;
+  // The first rows of a page below the device, see DiskPages::page_rows(). Waits for rows that
+  // stream through the same buffer. Adds what a disk read, of which `wanted` rows, to `read`.
+  std::vector<RowSpan> page_below(int layer, const RowRun& page, std::int64_t wanted,
+                                  Traffic& read);
   // Counts what moved between host memory and disk outside of a step; not yet, if the ledger has no
   // step.
   void record_uncounted(Ledger& ledger);
@@ -219,9 +226,9 @@ class KvPool {
   BlockTables tables_;
   std::unique_ptr<HostStore> host_;  // null if rows lie on disk
   std::unique_ptr<DiskPages> disk_;
-  // Of a layer: rows of every KV head that were written to disk, and what was read from it.
+  // Of a layer: what was written, and what was read from disk.
   struct Uncounted {
-    std::int64_t written = 0;
+    Written written;
     Traffic read;
   };
   std::vector<Uncounted> uncounted_;  // by layer, see record_uncounted()

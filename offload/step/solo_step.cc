@@ -103,7 +103,8 @@ void SoloStep::attend(int layer, const Queries& queries) {
   }
   const Traffic misses = traffic_of(plan.shape, run_.misses(layer));
   ledger.record(layer, Tier::host, tier, Cause::miss, misses);
-  if (plan.on_disk) ledger.record(layer, Tier::disk, Tier::host, Cause::miss, misses);
+  ledger.record(layer, Tier::disk, Tier::host, Cause::miss,
+                traffic_of(plan.shape, run_.misses_on_disk(layer)));
 }
 
 void SoloStep::show(int layer, const Queries& queries) {

@@ -28,7 +28,7 @@ void TokenRun::begin(std::int32_t sequence, const StepRange& range,
   range_ = range;
   begun_ = begun;
   places_.assign(static_cast<std::size_t>(pool_->plan().sets()), std::nullopt);
-  written_.assign(static_cast<std::size_t>(pool_->plan().shape.layers), 0);
+  written_.assign(static_cast<std::size_t>(pool_->plan().shape.layers), {});
 }
 
 void TokenRun::begin_rows(std::int32_t sequence, int layer, const StepRange& rows,
@@ -203,8 +203,9 @@ void TokenRun::write_pages(int layer) {
   }
   if (pages.empty()) return;
   pool_->disk()->wait_for(pool_->queue());
-  pool_->disk()->write(layer, pages);
-  written_[static_cast<std::size_t>(layer)] = static_cast<std::int64_t>(pages.size()) * kPageTokens;
+  KvPool::Written& written = written_[static_cast<std::size_t>(layer)];
+  written.rows = std::ssize(pages) * kPageTokens;
+  written.to_disk = pool_->disk()->write(layer, pages) * kPageTokens;
 }
 
 void TokenRun::build_index(int layer, bool indexed) {
@@ -233,6 +234,16 @@ std::int64_t TokenRun::hits(int layer) {
 std::int64_t TokenRun::misses(int layer) {
   std::int64_t rows = 0;
   for (const RowRun& run : of(layer).streamed) rows += rows_from_page(run, first_row(layer)).count;
+  return rows;
+}
+
+std::int64_t TokenRun::misses_on_disk(int layer) {
+  DiskPages* const disk = pool_->disk();
+  if (disk == nullptr) return 0;
+  std::int64_t rows = 0;
+  for (const RowRun& piece : pieces(layer)) {
+    if (!disk->is_in_host(layer, piece.number / kPageTokens)) rows += piece.count;
+  }
   return rows;
 }
 
@@ -283,43 +294,55 @@ void TokenRun::attend(int layer, const Queries& queries, double share) {
   pool_->settle();
 }
 
-void TokenRun::attend_streamed(int layer, AttendParams& params) {
+// The rows that stream, in parts that fit the buffer and lie in one place.
+std::vector<RowRun> TokenRun::pieces(int layer) {
   const std::int64_t most = pool_->plan().stream_tokens;
   std::vector<RowRun> pieces;
   for (const RowRun& whole : of(layer).streamed) {
-    const RowRun run = rows_from_page(whole, first_row(layer));
-    for (std::int64_t first = run.first; first < run.end(); first += most) {
-      pieces.push_back(run.part(first, std::min(run.end(), first + most)));
+    RowRun rest = rows_from_page(whole, first_row(layer));
+    while (rest.count > 0) {
+      const RowRun next = rest.part(rest.first, std::min(rest.end(), rest.first + most));
+      pieces.push_back(pool_->disk() == nullptr ? next : pool_->disk()->first_part(layer, next));
+      rest = rest.part(pieces.back().end(), rest.end());
     }
   }
+  return pieces;
+}
+
+void TokenRun::attend_streamed(int layer, AttendParams& params) {
+  const std::vector<RowRun> pieces = this->pieces(layer);
   const KvShape& shape = pool_->plan().shape;
   Queue& queue = pool_->queue();
   Queue& transfer = pool_->transfer();
   DiskPages* const disk = pool_->disk();
+  const auto is_on_disk = [&](std::size_t number) {
+    return disk != nullptr && !disk->is_in_host(layer, pieces[number].number / kPageTokens);
+  };
   const auto read = [&](std::size_t number) {
-    if (disk == nullptr || number >= pieces.size()) return;
+    if (number >= pieces.size() || !is_on_disk(number)) return;
     // The half's previous rows have to be on the device, those of an earlier layer or session, too.
-    // The wait for piece 0 covers both halves.
-    if (number != 1) transfer.synchronize();
+    if (number != 1 || !is_on_disk(0)) transfer.synchronize();  // that for piece 0 covers both
     disk->begin_read(number % 2, layer, pieces[number]);
   };
   const auto fetch = [&](std::size_t number) {
     if (number >= pieces.size()) return;
-    if (disk != nullptr) disk->end_read(number % 2);
+    if (is_on_disk(number)) disk->end_read(number % 2);
     // Waits until attention has finished with the buffer's previous rows.
     transfer.wait_for(queue);
     const auto to = [&](int head) { return pool_->stream(number % 2, head); };
-    if (disk != nullptr) {
+    if (is_on_disk(number)) {
       transfer.copy(disk->copies(number % 2, pieces[number], to));
-      read(number + 1);
-      return;
+    } else {
+      std::vector<CopyOp> ops;
+      for (int head = 0; head < shape.kv_heads; ++head) {
+        const std::byte* const from = disk == nullptr ? pool_->row(layer, head, pieces[number])
+                                                      : disk->host_row(layer, head, pieces[number]);
+        ops.push_back(
+            {to(head), from, static_cast<std::size_t>(pieces[number].count) * shape.row_bytes()});
+      }
+      transfer.copy(ops);
     }
-    std::vector<CopyOp> ops;
-    for (int head = 0; head < shape.kv_heads; ++head) {
-      ops.push_back({to(head), pool_->row(layer, head, pieces[number]),
-                     static_cast<std::size_t>(pieces[number].count) * shape.row_bytes()});
-    }
-    transfer.copy(ops);
+    read(number + 1);
   };
   read(0);
   fetch(0);

@@ -40,6 +40,7 @@ class TokenRun {
   // Rows per KV head of a layer that attend() finds in place, and those that it fetches.
   std::int64_t hits(int layer);
   std::int64_t misses(int layer);
+  std::int64_t misses_on_disk(int layer);  // of these
   // Hits of one KV head in pages that are not 0 in `listed`.
   std::int64_t hits_among(int layer, std::span<const std::uint32_t> listed);
 
@@ -71,13 +72,14 @@ class TokenRun {
   void copy_window(int layer);
   void write_pages(int layer);
   void attend_run(int layer, AttendParams& params, const RowRun& run);
+  std::vector<RowRun> pieces(int layer);
   void attend_streamed(int layer, AttendParams& params);
 
   KvPool* pool_;
   std::int32_t sequence_ = 0;
-  StepRange range_;                    // tokens
-  std::vector<std::int32_t> begun_;    // by set of layers, or empty
-  std::vector<std::int64_t> written_;  // by layer: rows per KV head that append() wrote to disk
+  StepRange range_;                            // tokens
+  std::vector<std::int32_t> begun_;            // by set of layers, or empty
+  std::vector<KvPool::Written> written_;       // by layer: what append() wrote, above a disk
   std::vector<std::optional<Places>> places_;  // by set of layers; set by the first of its layers
 };
 

@@ -1,6 +1,7 @@
 #include "offload/tiers/disk_pages.h"
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include "io/disk.h"
@@ -31,6 +32,8 @@ DiskPages::DiskPages(Queue& queue, const KvPlan& plan, const DiskSource& source)
   config.factory = source.factory;
   config.patience = source.patience;
   store_ = std::make_unique<PageStore>(config);
+  if (layout_.blocks_in_host == 0) return;
+  host_ = std::make_unique<HostStore>(backend, plan.shape, layout_.blocks_in_host * kPageTokens);
 }
 
 DiskPages::~DiskPages() {
@@ -55,19 +58,78 @@ std::byte* DiskPages::page_in(const Buffer& buffer, std::size_t half, int head, 
   return first_sector(buffer) + number * layout_.page_bytes;
 }
 
-void DiskPages::write(int layer, std::span<const DevicePage> pages) {
-  for (const DevicePage& page : pages) write_page(layer, page);
+void DiskPages::grow(std::int64_t end_block, void (HostStore::*how)(std::int64_t)) {
+  if (host_ == nullptr || end_block <= layout_.first_in_host) return;
+  const std::int64_t blocks = std::min(end_block - layout_.first_in_host, layout_.blocks_in_host);
+  ((*host_).*how)(blocks * kPageTokens);
+}
+
+bool DiskPages::is_in_host(int layer, std::int64_t block) const {
+  if (!layout_.is_in_host(block)) return false;
+  const std::lock_guard lock(mutex_);
+  return attached_.empty() || attached_[number_of(layer, block)].file == nullptr;
+}
+
+RowRun DiskPages::first_part(int layer, const RowRun& run) const {
+  const auto place = [&](std::int64_t number) { return is_in_host(layer, number / kPageTokens); };
+  const bool first = place(run.number);
+  std::int64_t count = std::min(run.count, kPageTokens - run.number % kPageTokens);
+  while (count < run.count && place(run.number + count) == first) {
+    count = std::min<std::int64_t>(run.count, count + kPageTokens);
+  }
+  return run.part(run.first, run.first + count);
+}
+
+std::int64_t DiskPages::write(int layer, std::span<const DevicePage> pages) {
+  const auto is_kept = [&](const DevicePage& page) { return layout_.is_in_host(page.block); };
+  std::vector<DevicePage> kept;
+  std::copy_if(pages.begin(), pages.end(), std::back_inserter(kept), is_kept);
+  keep_in_host(layer, kept);
+  for (const DevicePage& page : pages) {
+    if (!is_kept(page)) write_page(layer, page);
+  }
+  return std::ssize(pages) - std::ssize(kept);
+}
+
+// Copies pages to host memory, neighbours together.
+void DiskPages::keep_in_host(int layer, std::span<const DevicePage> pages) {
+  if (pages.empty()) return;
+  constexpr auto kRows = std::int64_t{kPageTokens};
+  const std::size_t page_bytes = static_cast<std::size_t>(kRows) * layout_.shape.row_bytes();
+  std::vector<CopyOp> ops;
+  for (int head = 0; head < layout_.shape.kv_heads; ++head) {
+    for (const DevicePage& page : pages) {
+      host_->commit(layer, (page.block + 1 - layout_.first_in_host) * kRows);
+      std::byte* const to = host_row(layer, head, {.count = kRows, .number = page.block * kRows});
+      const std::byte* const from = page.rows + head * page.head_stride;
+      const bool follows = !ops.empty() && ops.back().to + ops.back().bytes == to &&
+                           ops.back().from + ops.back().bytes == from;
+      if (follows) {
+        ops.back().bytes += page_bytes;
+      } else {
+        ops.push_back({to, from, page_bytes});
+      }
+    }
+  }
+  queue_->copy(ops);
+  queue_->synchronize();
+  for (const DevicePage& page : pages) detach(layer, page.block);
+}
+
+void DiskPages::detach(int layer, std::int64_t block) {
+  const std::lock_guard lock(mutex_);
+  if (!attached_.empty()) attached_[number_of(layer, block)] = {};
 }
 
 void DiskPages::write_page(int layer, const DevicePage& page) {
   const std::size_t half = bring(page, kPageTokens);
   std::vector<PageWrite> writes;
   for (int head = 0; head < layout_.shape.kv_heads; ++head) {
-    writes.push_back({layout_.address(layer, head, page.block),
+    writes.push_back({layout_.stored(layout_.address(layer, head, page.block)),
                       {page_in(written_, half, head, 0, 1), layout_.page_bytes}});
   }
+  detach(layer, page.block);
   const std::lock_guard lock(mutex_);
-  if (!attached_.empty()) attached_[number_of(layer, page.block)] = {};
   writes_[half].layer = layer;
   writes_[half].ticket.emplace(store_->write(writes));
 }
@@ -129,14 +191,14 @@ void DiskPages::attach(const std::shared_ptr<PageFile>& file,
 
 PageRead DiskPages::read_of(std::uint64_t address, std::span<std::byte> to) const {
   const std::lock_guard lock(mutex_);
-  if (attached_.empty()) return {address, to};
+  if (attached_.empty()) return {layout_.stored(address), to};
   const auto heads = static_cast<std::uint64_t>(layout_.shape.kv_heads);
   const auto layers = static_cast<std::uint64_t>(layout_.shape.layers);
   const std::uint64_t region = address / layout_.region_bytes;
   const std::uint64_t position = address % layout_.region_bytes;
   const Attached& at = attached_[number_of(
       static_cast<int>(region / heads), static_cast<std::int64_t>(position / layout_.page_bytes))];
-  if (at.file == nullptr) return {address, to};
+  if (at.file == nullptr) return {layout_.stored(address), to};
   const std::uint64_t extent =
       (static_cast<std::uint64_t>(at.page) * layers * heads) + region;  // of a page and a KV head
   return {extent * layout_.page_bytes + position % layout_.page_bytes, to, at.file};
@@ -190,12 +252,18 @@ void DiskPages::add_copies(std::size_t half, int head, const RowRun& run, std::b
   }
 }
 
-std::vector<RowSpan> DiskPages::spans(std::size_t half, const RowRun& run) const {
-  check(run.count <= kPageTokens || layout_.page_bytes == kPageTokens * layout_.shape.row_bytes(),
-        "rows of padded pages are no span");
+std::vector<RowSpan> DiskPages::page_rows(int layer, const RowRun& page) {
+  check(page.count <= kPageTokens, "rows of several pages");
+  const bool in_host = is_in_host(layer, page.number / kPageTokens);
+  if (!in_host) {
+    begin_read(0, layer, page);
+    end_read(0);
+  }
   std::vector<RowSpan> spans;
   for (int head = 0; head < layout_.shape.kv_heads; ++head) {
-    spans.push_back({page_in(streamed_, half, head, 0, stream_pages_), run.count});
+    spans.push_back(
+        {in_host ? host_row(layer, head, page) : page_in(streamed_, 0, head, 0, stream_pages_),
+         page.count});
   }
   return spans;
 }

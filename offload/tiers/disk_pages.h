@@ -1,5 +1,5 @@
-// Pages on disk: whole pages go down as they lose their place on the device, and come back in runs
-// that stream through attention.
+// Pages below the device, each in host memory or on disk: whole pages go down as they lose their
+// place on the device, and come back in runs that stream through attention.
 #pragma once
 
 #include <array>
@@ -15,6 +15,7 @@
 #include "io/page_store.h"
 #include "lib/backend.h"
 #include "offload/plan/disk_layout.h"
+#include "offload/tiers/host_store.h"
 #include "offload/tiers/kv_rows.h"
 #include "sluice/errors.h"
 #include "sluice/kv_cache.h"
@@ -42,9 +43,10 @@ bool is_disk_failure(const Error& error);
 // The first byte of a buffer that may be a disk's: buffers are aligned to less than a sector.
 std::byte* first_sector(const Buffer& buffer);
 
-// Host memory through which pages of one layer pass between a queue's device and a page store. For
-// the thread that issues work; wait_for_writes() and failure() are also for the threads on which
-// queues run host calls.
+// Pages in host memory and in a page store, and the host memory through which pages of one layer
+// pass between a queue's device and the store. For the thread that issues work; is_in_host(),
+// host_row(), wait_for_writes() and failure() are also for the threads on which queues run host
+// calls.
 class DiskPages {
  public:
   // `queue` copies; nothing else of it is used. Throws what PageStore's constructor and
@@ -56,9 +58,22 @@ class DiskPages {
 
   // Copies that follow start after all work issued to `queue` so far.
   void wait_for(Queue& queue) { queue_->wait_for(queue); }
+  // Commits host memory for pages of these blocks, as HostStore::grow() does, or ahead of need as
+  // grow_to(). Throws Error{memory}.
+  void grow(std::int64_t end_block) { grow(end_block, &HostStore::grow); }
+  void grow_to(std::int64_t end_block) { grow(end_block, &HostStore::grow_to); }
   // Writes pages of a layer; waits for the copies from the device, not for the disk. Their rows on
-  // the device must not change before it returns.
-  void write(int layer, std::span<const DevicePage> pages);
+  // the device must not change before it returns. Returns the number of pages that go to the disk.
+  std::int64_t write(int layer, std::span<const DevicePage> pages);
+
+  // True if a block lies in host memory, unless it is resident.
+  bool is_in_host(int layer, std::int64_t block) const;
+  // The first row of a run of such blocks, which lie one behind the other.
+  std::byte* host_row(int layer, int head, const RowRun& run) const {
+    return host_->row(layer, head, run.number - layout_.first_in_host * kPageTokens);
+  }
+  // The first part of a run, in host numbers, whose blocks lie all in host memory or all on disk.
+  RowRun first_part(int layer, const RowRun& run) const;
 
   // Blocks that have whole pages of a file in all layers: block first + i page i. The file has
   // [pages][layers][kv_heads][kPageTokens][row_bytes], see io's PageFile. They are read from there
@@ -84,8 +99,9 @@ class DiskPages {
     }
     return ops;
   }
-  // A run that was read, if its pages follow each other without padding.
-  std::vector<RowSpan> spans(std::size_t half, const RowRun& run) const;
+  // The first rows of a page, from where they lie in host memory, or read from disk to half 0 of
+  // the buffer and valid until its next use. Throws what end_read() throws.
+  std::vector<RowSpan> page_rows(int layer, const RowRun& page);
 
   // Copies the first `count` rows of a page from the device, after wait_for(). Valid until the next
   // call of this or of write().
@@ -113,7 +129,10 @@ class DiskPages {
                      std::int64_t pages) const;
   void add_copies(std::size_t half, int head, const RowRun& run, std::byte* to,
                   std::vector<CopyOp>& ops) const;
+  void grow(std::int64_t end_block, void (HostStore::*how)(std::int64_t));
+  void keep_in_host(int layer, std::span<const DevicePage> pages);
   void write_page(int layer, const DevicePage& page);
+  void detach(int layer, std::int64_t block);
   // Brings the first `count` rows of a page to the half of written_ that is next.
   std::size_t bring(const DevicePage& page, std::int64_t count);
   void finish(Write& write);  // with mutex_ held
@@ -125,6 +144,8 @@ class DiskPages {
   DiskLayout layout_;
   std::int64_t stream_pages_;
   std::int64_t blocks_;
+  std::unique_ptr<HostStore>
+      host_;  // of the layout's blocks in host memory; null if there are none
   // Both from their first whole sector on:
   Buffer streamed_;               // [halves, kv_heads, stream_pages_, page_bytes]
   Buffer written_;                // [halves, kv_heads, page_bytes]

@@ -1043,13 +1043,21 @@ TEST_F(AttachedSessions, AreCutAndForked) {
     }
     return logits;
   };
-  for (const std::string policy : {"dense", "values", "select=quest prune=top_k(20)"}) {
+  for (const auto& [policy, more_memory] : {std::pair("dense", 0),
+                                            {"dense", 4 << 20},
+                                            {"values", 0},
+                                            {"values", 8 << 20},
+                                            {"select=quest prune=top_k(20)", 0}}) {
     SCOPED_TRACE(policy);
-    const SessionOptions options = this->options(policy);
+    SCOPED_TRACE(more_memory);
+    SessionOptions options = this->options(policy);
+    *options.host_memory += static_cast<std::uint64_t>(more_memory);
     const auto expected = save_long(options);
     std::vector<std::vector<std::vector<float>>> expected_cuts;
     {
       Session plain = engine_->new_session(options);
+      EXPECT_EQ(plain.plan().host_blocks > 0, more_memory > 0);
+      EXPECT_LT(plain.plan().host_blocks, 2 * kLong / kPageTokens);
       plain.prefill(tokens_);
       expected_cuts = cut(plain);
     }

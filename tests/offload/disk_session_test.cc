@@ -46,8 +46,9 @@ constexpr std::int64_t kContext = 700;
 
 enum class DeviceTier { own, shared };
 
-// The least that suffices, and `more` bytes in each tier.
-KvPlan plan_of(const KvShape& shape, const Policy& policy, DeviceTier device, std::uint64_t more) {
+// The least that suffices, `more` bytes in each tier, and at least this many blocks in host memory.
+KvPlan plan_of(const KvShape& shape, const Policy& policy, DeviceTier device, std::uint64_t more,
+               std::int64_t blocks_in_host = 0) {
   KvRequest request;
   request.shape = shape;
   request.context = kContext;
@@ -74,6 +75,7 @@ KvPlan plan_of(const KvShape& shape, const Policy& policy, DeviceTier device, st
   };
   if (request.device_cap) halve(*request.device_cap);
   halve(request.disk->host_cap);
+  while (plan_kv(request).host_blocks < blocks_in_host) request.disk->host_cap += 64 << 10;
   return plan_kv(request);
 }
 
@@ -115,13 +117,16 @@ TEST_P(DiskPolicies, AnswerAsInMemory) {
   coded.rows = RowCode::int8;
   KvShape small = kShape;
   small.rows = RowCode::k8v4;
-  for (const auto& [shape, device, more] : {std::tuple(kShape, DeviceTier::shared, 0),
-                                            {kShape, DeviceTier::own, 80 << 10},
-                                            {coded, DeviceTier::shared, 0},
-                                            {coded, DeviceTier::own, 40 << 10},
-                                            {small, DeviceTier::shared, 0}}) {
-    SCOPED_TRACE(::testing::Message() << to_string(shape.rows) << ", more " << more);
-    const KvPlan plan = plan_of(shape, policy_, device, static_cast<std::uint64_t>(more));
+  for (const auto& [shape, device, more, blocks] : {std::tuple(kShape, DeviceTier::shared, 0, 0),
+                                                    {kShape, DeviceTier::own, 80 << 10, 0},
+                                                    {kShape, DeviceTier::own, 0, 3},
+                                                    {coded, DeviceTier::shared, 0, 0},
+                                                    {coded, DeviceTier::own, 40 << 10, 2},
+                                                    {small, DeviceTier::shared, 0, 0}}) {
+    SCOPED_TRACE(::testing::Message()
+                 << to_string(shape.rows) << ", more " << more << ", in host memory " << blocks);
+    const KvPlan plan = plan_of(shape, policy_, device, static_cast<std::uint64_t>(more), blocks);
+    ASSERT_LT(plan.host_blocks, plan.blocks);
     testing::play_twins(pool(plan, policy_), in_memory(plan, policy_), seed,
                         {.tolerance = tolerance()});
     if (HasFatalFailure()) return;
@@ -380,9 +385,12 @@ class FaultySessions : public DiskSessions {
  protected:
   void play(const Policy& policy, std::uint64_t seed) {
     Faulty faulty(seed, 0.02);
-    const std::string name = to_string(policy);
+    // In every second round of policies some blocks lie in host memory.
+    const bool has_blocks = seed / kPolicies % 2 == 1;
+    const std::pair name(to_string(policy), has_blocks);
     if (!plans_.contains(name)) {
-      plans_.emplace(name, plan_of(kShape, policy, DeviceTier::shared, 20 << 10));
+      const DeviceTier device = has_blocks ? DeviceTier::own : DeviceTier::shared;
+      plans_.emplace(name, plan_of(kShape, policy, device, 20 << 10, has_blocks ? 3 : 0));
     }
     const KvPlan& plan = plans_.at(name);
     one_ = std::make_shared<KvPool>(backend_.make_queue(), plan, std::span(&policy, 1),
@@ -404,6 +412,7 @@ class FaultySessions : public DiskSessions {
     for (std::size_t i = 0; i < faults_.size(); ++i) faults_[i] += faulty.faults[i];
   }
 
+  static constexpr std::uint64_t kPolicies = 4;
   std::uint64_t ended_ = 0;
   std::uint64_t steps_ = 0;
   FaultCounts faults_{};
@@ -550,20 +559,20 @@ class FaultySessions : public DiskSessions {
   static constexpr std::uint64_t kScripts = 7;
   std::vector<Script> scripts_;
   std::vector<std::vector<std::vector<float>>> prompts_;  // [scripts], see prompt_of()
-  std::map<std::string, KvPlan> plans_;                   // by policy
+  std::map<std::pair<std::string, bool>, KvPlan> plans_;  // by policy, with blocks in host memory
 };
 
 TEST_F(FaultySessions, EndOrAnswerAsInMemory) {
   const std::uint64_t first = testing::seed(1);
   const char* const wish = std::getenv("SLUICE_SIMULATIONS");
   const std::uint64_t runs = wish == nullptr ? 12 : std::strtoull(wish, nullptr, 10);
-  const Policy policies[] = {parse_policy("select=int4 prune=top_k(16) compensate=values"),
-                             parse_policy("select=quest prune=top_k(60)"),
-                             parse_policy("select=int4 prune=top_k(30) early=half"),
-                             parse_policy("select=int4 prune=top_k(20) early=layer")};
+  const Policy policies[kPolicies] = {parse_policy("select=int4 prune=top_k(16) compensate=values"),
+                                      parse_policy("select=quest prune=top_k(60)"),
+                                      parse_policy("select=int4 prune=top_k(30) early=half"),
+                                      parse_policy("select=int4 prune=top_k(20) early=layer")};
   for (std::uint64_t seed = first; seed < first + runs; ++seed) {
     SCOPED_TRACE(testing::seed_message(seed));
-    play(policies[seed % std::size(policies)], seed);
+    play(policies[seed % kPolicies], seed);
     if (HasFatalFailure()) return;
   }
   std::uint64_t all = 0;
@@ -777,18 +786,46 @@ TEST_F(DiskSessions, RowsThatCouldNotBeReadAreNotCached) {
 // Bytes that the ledger counts are those that the disk was asked for.
 TEST_F(DiskSessions, LedgerCountsWhatTheDiskMoves) {
   const Policy policy = parse_policy("select=int4 prune=top_k(40) dense=1");
-  const auto pool = this->pool(plan_of(kShape, policy, DeviceTier::own, 60 << 10), policy);
+  std::vector<std::uint64_t> read;
+  for (const std::int64_t blocks_in_host : {0, 1, 2}) {
+    const auto pool =
+        this->pool(plan_of(kShape, policy, DeviceTier::own, 60 << 10, blocks_in_host), policy);
+    KvSession session(pool);
+    Script script(kShape, kContext, 3);
+    script.prefill(session, 400);
+    script.decode(session, 200);
+    PageStore& store = pool->disk()->store();
+    pool->disk()->wait_for_writes();
+    store.flush().wait();  // behind which the disk's thread has counted what came before
+    const DiskCounts counts = store.counts();
+    EXPECT_GT(counts.read_bytes, 0u);
+    EXPECT_EQ(session.ledger().crossed(Tier::disk, Tier::host).bytes, counts.read_bytes);
+    EXPECT_EQ(session.ledger().crossed(Tier::host, Tier::disk).bytes, counts.written_bytes);
+    read.push_back(counts.read_bytes);
+  }
+  EXPECT_LT(read[1], read[0]);
+  EXPECT_LT(read[2], read[1]);
+}
+
+// Blocks in host memory take no room on the disk, and nothing is read from it if it has none.
+TEST_F(DiskSessions, LeaveTheDiskWhatHostMemoryDoesNotHold) {
+  const Policy dense;
+  const KvPlan none = plan_of(kShape, dense, DeviceTier::own, 0);
+  const KvPlan some = plan_of(kShape, dense, DeviceTier::own, 0, 2);
+  const std::uint64_t of_block = none.disk_bytes / static_cast<std::uint64_t>(none.blocks);
+  EXPECT_EQ(some.disk_bytes,
+            none.disk_bytes - static_cast<std::uint64_t>(some.host_blocks) * of_block);
+  EXPECT_GT(some.host_bytes, none.host_bytes + of_block);  // less the checksums of what is there
+  const auto pool = this->pool(plan_of(kShape, dense, DeviceTier::own, 0, 8), dense);
   KvSession session(pool);
-  Script script(kShape, kContext, 3);
-  script.prefill(session, 400);
-  script.decode(session, 200);
-  PageStore& store = pool->disk()->store();
-  pool->disk()->wait_for_writes();
-  store.flush().wait();  // behind which the disk's thread has counted what came before
-  const DiskCounts counts = store.counts();
-  EXPECT_GT(counts.read_bytes, 0u);
-  EXPECT_EQ(session.ledger().crossed(Tier::disk, Tier::host).bytes, counts.read_bytes);
-  EXPECT_EQ(session.ledger().crossed(Tier::host, Tier::disk).bytes, counts.written_bytes);
+  Script script(kShape, kContext, 5);
+  script.prefill(session, 600);
+  script.decode(session, 20);
+  EXPECT_GT(session.ledger().crossed(Tier::host, Tier::device).bytes, 0u);
+  // The store keeps one block.
+  const std::uint64_t first = static_cast<std::uint64_t>(kShape.layers) * kShape.kv_heads *
+                              kPageTokens * kShape.row_bytes();
+  EXPECT_LE(session.ledger().crossed(Tier::host, Tier::disk).bytes, first);
 }
 
 // So are those that move outside of a step: when sessions are cut, and when they end.
@@ -801,7 +838,8 @@ TEST_F(DiskSessions, LedgersCountWhatCutsAndEndsMove) {
        {"dense", "select=int4 prune=top_k(20) compensate=values", "select=quest prune=top_k(60)"}) {
     SCOPED_TRACE(name);
     const Policy policy = parse_policy(name);
-    const auto pool = this->pool(plan_of(kShape, policy, DeviceTier::own, 0), policy);
+    const auto pool =
+        this->pool(plan_of(kShape, policy, DeviceTier::own, 0, name[0] == 'd' ? 0 : 3), policy);
     PageStore& store = pool->disk()->store();
     const auto counts = [&] {
       pool->disk()->wait_for_writes();
