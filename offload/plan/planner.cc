@@ -154,8 +154,10 @@ CacheWish cache_wish(const KvPlan& plan, const KvRequest& request, const IndexLa
   const std::uint64_t fetched =
       static_cast<std::uint64_t>(layout.batch * layout.selected * plan.shape.kv_heads) *
       plan.shape.row_bytes();
-  // An explicit `row_cache` is always honoured.
-  const bool pays = request.cache_memory.has_value() || fetched >= request.on.cached_bytes;
+  // An explicit `row_cache` is always honoured. Above a disk the host's processor finds each row
+  // that is not cached, and may have to read it, which takes far longer than its way over the bus.
+  const bool pays =
+      plan.on_disk || request.cache_memory.has_value() || fetched >= request.on.cached_bytes;
   const auto layers = std::count(layout.selecting.begin(), layout.selecting.end(), true);
   // Ragged tables number the rows of all layers together, in 31 bits.
   const bool fits = RowCacheView::fits(plan.shape.layers, plan.host_rows()) &&
@@ -166,7 +168,9 @@ CacheWish cache_wish(const KvPlan& plan, const KvRequest& request, const IndexLa
   const std::int64_t of_step = usual * layers * plan.sequences;
   const std::int64_t all = plan.host_rows() * layers;
   CacheWish wish;
-  wish.rows = std::min({kCacheSteps * std::min(of_step, all), all, kMostCacheRows});
+  // Twice as many above a disk, whose cache in host memory sees only what this one lacks.
+  const std::int64_t steps = plan.on_disk ? 2 * kCacheSteps : kCacheSteps;
+  wish.rows = std::min({steps * std::min(of_step, all), all, kMostCacheRows});
   std::int64_t dense = 0;
   for (std::size_t layer = 0; layer < layout.selecting.size(); ++layer) {
     if (layout.selecting[layer] && layout.attending_all[layer]) ++dense;
