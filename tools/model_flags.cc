@@ -92,7 +92,7 @@ void ModelFlags::add_to(CLI::App& app) {
   app.add_option(
          "--kv-dtype", kv_dtype,
          "type of the KV cache; int8, with a scale for each key and value, has half the bytes "
-         "of bf16; k8v4 (CPU), with values in 4 bits, three eighths at head_dim 128")
+         "of bf16; k8v4, with values in 4 bits, three eighths at head_dim 128")
       ->check(words_or({}, row_format_names()))
       ->capture_default_str();
   app.add_option("--compute", compute,
