@@ -168,26 +168,28 @@ def flag(command: list[str], name: str, otherwise: str = "") -> str:
     return command[command.index(name) + 1] if name in command else otherwise
 
 
+def disk_runs() -> list[Any]:
+    """Those without a disk: with one, host memory has held whole pages since."""
+    return [run for run in read("disk_h200.json")["runs"] if "--disk" not in run["command"]]
+
+
 def of_disk() -> list[Measured]:
     measured = []
-    for run in read("disk_h200.json")["runs"]:
+    for run in disk_runs():
         command = shlex.split(run["command"])
         plan = [*BF16, "--machine", "h200", "--context", str(run["plan"]["context"]),
                 "--policy", flag(command, "--policy"), "--weights", flag(command, "--weights", "bf16"),
                 "--device-memory", flag(command, "--device-memory")]  # fmt: skip
         where = "host memory" if run["plan"]["resident_tokens"] < run["plan"]["context"] else "device"
-        if "--disk" in command:
-            plan += ["--host-memory", flag(command, "--host-memory"), "--disk", "/tmp"]
-            where = "disk"
         # That build took steps of 4,096 tokens at most by itself.
-        if "--chunk" in command or where == "disk":
+        if "--chunk" in command:
             plan += ["--chunk", str(run["plan"]["chunk"])]
         policy = flag(command, "--policy")
         rows = "64 rows" if policy == "values" or "(64)" in policy else "16 rows"
         name = (
             f"H200, {run['plan']['context']:,} tokens, {flag(command, '--weights', 'bf16')}, "
             f"{rows}{', 4-bit keys' if rows == '16 rows' else ''}, rows: {where}"
-            + (", steps of 16,384" if "--chunk" in command and where != "disk" else "")
+            + (", steps of 16,384" if "--chunk" in command else "")
             + (", pages=0.9" if "bits=3" in policy else "")
         )
         timings = run["timings"]
@@ -265,21 +267,29 @@ def of_prompts(twelve: Path) -> list[Measured]:
     return measured
 
 
-def of_million() -> list[Measured]:
-    file = "million_8b_components_h200.json"
-    run = read(file)
-    command = shlex.split(run["command"].split("; ")[1])
-    timings = run["timings"]
-    plan = ["--machine", "h200"]
-    for name in ("--context", "--weights", "--kv-dtype", "--chunk", "--device-memory",
-                 "--host-memory"):  # fmt: skip
-        plan += [name, flag(command, name)]
-    plan += ["--policy", run["policy"]]  # presets of the command may stand for something else
-    name = f"H200, {run['plan']['context']:,} tokens, int4, rows in int8, `{run['policy']}`"
-    return [
-        Measured(name, file, 1e3 * timings["seconds_per_output_token"], timings["prefill_seconds"],
-                 plan)
-    ]  # fmt: skip
+def of_commands() -> list[Measured]:
+    """Long contexts in one command, rows in host memory and below it on a disk."""
+    measured = []
+    for file in ("million_8b_components_h200.json", "disk_384k_h200.json", "disk_1m_h200.json"):
+        run = read(file)
+        command = shlex.split(run["command"].split("; ")[1])
+        timings = run["timings"]
+        plan = ["--machine", "h200"]
+        for name in ("--context", "--weights", "--kv-dtype", "--chunk", "--device-memory",
+                     "--host-memory", "--disk"):  # fmt: skip
+            if name in command:
+                plan += [name, flag(command, name)]
+        plan += ["--policy", run["policy"]]  # presets of the command may stand for something else
+        name = (
+            f"H200, {run['plan']['context']:,} tokens, int4, rows in {flag(command, '--kv-dtype')}"
+            + (f", {flag(command, '--host-memory')} above a disk" if "--disk" in command else "")
+            + f", `{run['policy']}`"
+        )
+        measured.append(
+            Measured(name, file, 1e3 * timings["seconds_per_output_token"], timings["prefill_seconds"],
+                     plan)
+        )  # fmt: skip
+    return measured
 
 
 def error(predicted: float, measured: float) -> str:
@@ -297,7 +307,7 @@ def compared(sluice: Sluice) -> list[str]:
                   "vocab_size": 128256, "max_position_embeddings": 8192}  # fmt: skip
         twelve = Path(folder) / "config.json"
         twelve.write_text(json.dumps(config), encoding="utf-8")
-        for measured in (*of_disk(), *of_steps(), *of_prompts(twelve), *of_million()):
+        for measured in (*of_disk(), *of_steps(), *of_prompts(twelve), *of_commands()):
             shape = [] if "--shape" in measured.plan else ["--shape", "llama3-8b"]
             plan, why = sluice.plan(*shape, *measured.plan)
             if plan is None:

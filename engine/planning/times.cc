@@ -4,6 +4,7 @@
 #include <array>
 #include <cmath>
 
+#include "io/disk.h"
 #include "lib/backend/key_tiles.h"
 #include "lib/value_tiles.h"
 #include "offload/plan/disk_layout.h"
@@ -42,10 +43,12 @@ constexpr double kDenseLayerSeconds = 18e-6;
 constexpr double kRowSeconds = 1.4e-6;  // times the root of N
 
 // Rows that a row cache of several steps' selections does not have (row_cache_32k, of
-// decode_text_16_sequences_h100 6 %), and those that a cache in host memory does not have
-// (disk_h200: 9 % of 13,400 rows).
+// decode_text_16_sequences_h100 6 %). In the first steps behind a prompt the cache in host memory
+// has none of these (disk_384k_h200).
 constexpr double kCacheMisses = 0.1;
-constexpr double kHostCacheMisses = 0.09;
+// Reads of a disk per row, because some rows are neighbours (0.8 in disk_384k_h200, 0.54 in
+// disk_1m_h200, whose units are longer).
+constexpr double kReadsOfRow = 0.7;
 
 // Share of value tiles that are read to carry a share of the weight, and share of pairs of queries
 // and keys among the pages that carry it (sluice-22m at 128K; pages(0.1) at a million tokens).
@@ -62,6 +65,13 @@ double between(const std::array<Share, 6>& shares, double at) {
     return shares[i - 1][1] + part * (shares[i][1] - shares[i - 1][1]);
   }
   return 1.0;
+}
+
+// Tokens that lie on disk, the last ones.
+double tokens_on_disk(const KvPlan& kv) {
+  if (!kv.on_disk) return 0.0;
+  return static_cast<double>(
+      std::max<std::int64_t>(0, kv.context - kv.resident_tokens - kv.host_blocks * kPageTokens));
 }
 
 double misses(const KvPlan& kv, std::int64_t rows) {
@@ -161,8 +171,11 @@ StepBytes step_bytes(const Plan& plan, const Policy& policy, const ModelInfo& in
   bytes.bus = bytes_of(bus);
   if (kv.on_disk) {
     const DiskLayout disk(kv);
-    bytes.disk = bytes_of(bus * kHostCacheMisses / static_cast<double>(shape.row_bytes()) *
-                          static_cast<double>(disk.unit_bytes));
+    const auto away =
+        static_cast<double>(std::max<std::int64_t>(1, kv.context - kv.resident_tokens));
+    bytes.disk =
+        bytes_of(bus * tokens_on_disk(kv) / away * kReadsOfRow /
+                 static_cast<double>(shape.row_bytes()) * static_cast<double>(disk.unit_bytes));
   }
   return bytes;
 }
@@ -191,8 +204,9 @@ StepTimes predict(const Machine& m, const Plan& plan, const StepBytes& bytes, co
                 (kRowShare * m.memory_rate);
   times.step += static_cast<double>(bytes.bus) / m.bus_rate;
   if (kv.on_disk) {
-    times.step +=
-        kv.shape.layers * m.disk_latency + static_cast<double>(bytes.disk) / m.disk_row_rate;
+    // The rate is that of reads of a sector; a unit of a few costs about as much.
+    const auto reads = static_cast<double>(bytes.disk / DiskLayout(kv).unit_bytes);
+    times.step += kv.shape.layers * m.disk_latency + reads * kSectorBytes / m.disk_row_rate;
   }
 
   // Two operations per weight; four per channel for every pair of a query and a key.
@@ -205,11 +219,12 @@ StepTimes predict(const Machine& m, const Plan& plan, const StepBytes& bytes, co
                            kv.shape.layers * pairs / (m.flops * kAttentionShare);
   const double away = std::max(0.0, tokens - static_cast<double>(kv.resident_tokens));
   const double fetched = away * away / (2.0 * chunk) * static_cast<double>(kv.shape.token_bytes());
-  const double rate = kv.on_disk ? std::min(m.copy_rate, m.disk_rate) : m.copy_rate;
-  const double fetching = kv.in_place ? 0.0 : fetched / rate;
+  const double written = tokens_on_disk(kv) * static_cast<double>(kv.shape.token_bytes());
+  const double read = written * tokens_on_disk(kv) / (2.0 * chunk);
+  const double of_disk = kv.on_disk ? 1.0 / m.disk_rate : 0.0;
+  const double fetching = kv.in_place ? 0.0 : (fetched - read) / m.copy_rate + read * of_disk;
   times.prefill = products + std::max(attention, fetching) +
-                  kNotHidden * std::min(attention, fetching) +
-                  (kv.on_disk ? static_cast<double>(kv.disk_bytes) / m.disk_rate : 0.0);
+                  kNotHidden * std::min(attention, fetching) + written * of_disk;
   return times;
 }
 
