@@ -67,7 +67,7 @@ DiskHostBytes::DiskHostBytes(const KvPlan& plan) {
   // Buffers are aligned to less than a sector.
   streamed = kHalves * heads * static_cast<std::uint64_t>(stream_pages(plan)) * layout.page_bytes +
              kSectorBytes;
-  written = kHalves * heads * layout.page_bytes + kSectorBytes;
+  written = kHalves * heads * kWrittenPages * layout.page_bytes + kSectorBytes;
   pages = layout.regions * host_region_bytes(plan.shape, plan.host_blocks * kPageTokens);
   if (placed > 0) {
     const auto fetches = static_cast<std::uint64_t>(fetches_at_once(plan));

@@ -1,7 +1,6 @@
 #include "offload/tiers/disk_pages.h"
 
 #include <algorithm>
-#include <iterator>
 #include <utility>
 
 #include "io/disk.h"
@@ -81,14 +80,19 @@ RowRun DiskPages::first_part(int layer, const RowRun& run) const {
 }
 
 std::int64_t DiskPages::write(int layer, std::span<const DevicePage> pages) {
-  const auto is_kept = [&](const DevicePage& page) { return layout_.is_in_host(page.block); };
   std::vector<DevicePage> kept;
-  std::copy_if(pages.begin(), pages.end(), std::back_inserter(kept), is_kept);
-  keep_in_host(layer, kept);
+  std::vector<DevicePage> others;
   for (const DevicePage& page : pages) {
-    if (!is_kept(page)) write_page(layer, page);
+    (layout_.is_in_host(page.block) ? kept : others).push_back(page);
   }
-  return std::ssize(pages) - std::ssize(kept);
+  keep_in_host(layer, kept);
+  std::span<const DevicePage> rest = others;
+  while (!rest.empty()) {
+    const std::size_t batch = std::min<std::size_t>(rest.size(), DiskHostBytes::kWrittenPages);
+    write_batch(layer, rest.first(batch));
+    rest = rest.subspan(batch);
+  }
+  return std::ssize(others);
 }
 
 // Copies pages to host memory, neighbours together.
@@ -121,20 +125,23 @@ void DiskPages::detach(int layer, std::int64_t block) {
   if (!attached_.empty()) attached_[number_of(layer, block)] = {};
 }
 
-void DiskPages::write_page(int layer, const DevicePage& page) {
-  const std::size_t half = bring(page, kPageTokens);
+// Pages go to the disk while the next batch comes from the device.
+void DiskPages::write_batch(int layer, std::span<const DevicePage> pages) {
+  const std::size_t half = bring(pages, kPageTokens);
   std::vector<PageWrite> writes;
   for (int head = 0; head < layout_.shape.kv_heads; ++head) {
-    writes.push_back({layout_.stored(layout_.address(layer, head, page.block)),
-                      {page_in(written_, half, head, 0, 1), layout_.page_bytes}});
+    for (std::size_t i = 0; i < pages.size(); ++i) {
+      writes.push_back({layout_.stored(layout_.address(layer, head, pages[i].block)),
+                        {written_page(half, head, i), layout_.page_bytes}});
+    }
   }
-  detach(layer, page.block);
+  for (const DevicePage& page : pages) detach(layer, page.block);
   const std::lock_guard lock(mutex_);
   writes_[half].layer = layer;
   writes_[half].ticket.emplace(store_->write(writes));
 }
 
-std::size_t DiskPages::bring(const DevicePage& page, std::int64_t count) {
+std::size_t DiskPages::bring(std::span<const DevicePage> pages, std::int64_t count) {
   const std::size_t half = std::exchange(next_write_, 1 - next_write_);
   {
     const std::lock_guard lock(mutex_);
@@ -143,8 +150,10 @@ std::size_t DiskPages::bring(const DevicePage& page, std::int64_t count) {
   const std::size_t bytes = static_cast<std::size_t>(count) * layout_.shape.row_bytes();
   std::vector<CopyOp> ops;
   for (int head = 0; head < layout_.shape.kv_heads; ++head) {
-    ops.push_back(
-        {page_in(written_, half, head, 0, 1), page.rows + head * page.head_stride, bytes});
+    for (std::size_t i = 0; i < pages.size(); ++i) {
+      ops.push_back(
+          {written_page(half, head, i), pages[i].rows + head * pages[i].head_stride, bytes});
+    }
   }
   queue_->copy(ops);
   queue_->synchronize();
@@ -269,10 +278,10 @@ std::vector<RowSpan> DiskPages::page_rows(int layer, const RowRun& page) {
 }
 
 std::vector<RowSpan> DiskPages::resident_spans(const DevicePage& page, std::int64_t count) {
-  const std::size_t half = bring(page, count);
+  const std::size_t half = bring({&page, 1}, count);
   std::vector<RowSpan> spans;
   for (int head = 0; head < layout_.shape.kv_heads; ++head) {
-    spans.push_back({page_in(written_, half, head, 0, 1), count});
+    spans.push_back({written_page(half, head, 0), count});
   }
   return spans;
 }

@@ -131,10 +131,15 @@ class DiskPages {
                   std::vector<CopyOp>& ops) const;
   void grow(std::int64_t end_block, void (HostStore::*how)(std::int64_t));
   void keep_in_host(int layer, std::span<const DevicePage> pages);
-  void write_page(int layer, const DevicePage& page);
+  void write_batch(int layer, std::span<const DevicePage> pages);
   void detach(int layer, std::int64_t block);
-  // Brings the first `count` rows of a page to the half of written_ that is next.
-  std::size_t bring(const DevicePage& page, std::int64_t count);
+  // Brings the first `count` rows of up to kWrittenPages pages to the half of written_ that is
+  // next.
+  std::size_t bring(std::span<const DevicePage> pages, std::int64_t count);
+  std::byte* written_page(std::size_t half, int head, std::size_t page) const {
+    return page_in(written_, half, head, static_cast<std::int64_t>(page),
+                   DiskHostBytes::kWrittenPages);
+  }
   void finish(Write& write);  // with mutex_ held
   std::size_t number_of(int layer, std::int64_t block) const {
     return static_cast<std::size_t>(layer * blocks_ + block);
@@ -148,7 +153,7 @@ class DiskPages {
       host_;  // of the layout's blocks in host memory; null if there are none
   // Both from their first whole sector on:
   Buffer streamed_;               // [halves, kv_heads, stream_pages_, page_bytes]
-  Buffer written_;                // [halves, kv_heads, page_bytes]
+  Buffer written_;                // [halves, kv_heads, kWrittenPages, page_bytes]
   std::optional<Charge> charge_;  // for the store's own memory
   std::unique_ptr<PageStore> store_;
   std::array<std::optional<DiskTicket>, DiskHostBytes::kHalves> reads_;

@@ -1056,7 +1056,7 @@ TEST_F(AttachedSessions, AreCutAndForked) {
     std::vector<std::vector<std::vector<float>>> expected_cuts;
     {
       Session plain = engine_->new_session(options);
-      EXPECT_EQ(plain.plan().host_blocks > 0, more_memory > 0);
+      EXPECT_GE(plain.plan().host_blocks, more_memory > 0 ? 1 : 0);
       EXPECT_LT(plain.plan().host_blocks, 2 * kLong / kPageTokens);
       plain.prefill(tokens_);
       expected_cuts = cut(plain);
