@@ -59,6 +59,11 @@ std::int64_t stream_pages(const KvPlan& plan) {
   return (plan.stream_tokens + kPageTokens - 1) / kPageTokens;
 }
 
+// With fewer a disk waits for requests; no more than are read at a time, which the caps allow.
+std::int64_t written_pages(const KvPlan& plan) {
+  return std::min<std::int64_t>(8, stream_pages(plan));
+}
+
 DiskHostBytes::DiskHostBytes(const KvPlan& plan) {
   const DiskLayout layout(plan);
   const auto heads = static_cast<std::uint64_t>(plan.shape.kv_heads);
@@ -67,7 +72,8 @@ DiskHostBytes::DiskHostBytes(const KvPlan& plan) {
   // Buffers are aligned to less than a sector.
   streamed = kHalves * heads * static_cast<std::uint64_t>(stream_pages(plan)) * layout.page_bytes +
              kSectorBytes;
-  written = kHalves * heads * kWrittenPages * layout.page_bytes + kSectorBytes;
+  written = kHalves * heads * static_cast<std::uint64_t>(written_pages(plan)) * layout.page_bytes +
+            kSectorBytes;
   pages = layout.regions * host_region_bytes(plan.shape, plan.host_blocks * kPageTokens);
   if (placed > 0) {
     const auto fetches = static_cast<std::uint64_t>(fetches_at_once(plan));

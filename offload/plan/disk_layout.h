@@ -53,13 +53,11 @@ struct DiskLayout {
 struct DiskHostBytes {
   // Halves of a buffer: one fills while the other is on its way.
   static constexpr std::uint64_t kHalves = 2;
-  // Pages per KV head in a half of what is written: with fewer a disk waits for requests.
-  static constexpr std::int64_t kWrittenPages = 8;
 
   explicit DiskHostBytes(const KvPlan& plan);
 
   std::uint64_t streamed = 0;  // [halves, kv_heads, stream_pages, page_bytes]
-  std::uint64_t written = 0;   // [halves, kv_heads, kWrittenPages, page_bytes]
+  std::uint64_t written = 0;   // [halves, kv_heads, written_pages, page_bytes]
   std::uint64_t pages = 0;     // [layers, kv_heads, blocks_in_host], committed with use
   std::uint64_t units = 0;     // [fetches_at_once(), units_at_once(), unit_bytes]
   std::uint64_t rows = 0;      // [kv_heads, host_cache_rows + placed_rows, row_bytes]
@@ -80,5 +78,8 @@ std::int64_t units_at_once(const KvPlan& plan);
 
 // Pages per KV head in each half of the streaming buffer.
 std::int64_t stream_pages(const KvPlan& plan);
+
+// Pages per KV head that are written at a time.
+std::int64_t written_pages(const KvPlan& plan);
 
 }  // namespace sluice

@@ -252,7 +252,9 @@ void DecodeStep::record_streamed(int layer, std::size_t number, Ledger& ledger) 
   const Traffic misses = traffic_of(shape, token.count() - page_first - resident_from(page_first));
   ledger.record(layer, Tier::device, Tier::device, Cause::hit, traffic_of(shape, resident));
   ledger.record(layer, Tier::host, Tier::device, Cause::miss, misses);
-  ledger.record(layer, Tier::disk, Tier::host, Cause::miss, misses);
+  ledger.record(
+      layer, Tier::disk, Tier::host, Cause::miss,
+      traffic_of(shape, pool_->rows_on_disk(layer, token.sequence, page_first, token.count())));
 }
 
 StepSelection DecodeStep::finish(std::int32_t sequence, bool counts_dense, Ledger& ledger) const {

@@ -187,10 +187,10 @@ bool KvPool::restore_sums(int layer, std::int32_t sequence, std::int64_t length)
   const std::vector<RowRun> runs = disk_ == nullptr
                                        ? host_runs(tables_, sequence, first, end, set)
                                        : nearest_runs(tables_, sequence, first, end, set);
-  const auto is_on_disk = [&](const RowRun& run) {
+  const auto is_below = [&](const RowRun& run) {
     return disk_ != nullptr && run.place == RowPlace::host;
   };
-  if (std::any_of(runs.begin(), runs.end(), is_on_disk)) return false;
+  if (std::any_of(runs.begin(), runs.end(), is_below)) return false;
   index.restore_sums(layer, sequence);
   for (const RowRun& run : runs) {
     for (std::int64_t at = run.first; at < run.end(); ++at) {
@@ -360,7 +360,7 @@ void KvPool::make_room_on_host(const BlockTables::Writing& writing, std::int32_t
                                std::int64_t first, std::int64_t rows, bool by_layers) {
   try {
     if (disk_ != nullptr) {
-      disk_->grow((rows + kPageTokens - 1) / kPageTokens);
+      grow_above_disk(sequence, first, rows);
     } else if (plan_.ragged) {
       host_->grow_to(rows);
     } else if (by_layers && writing.blocks.empty()) {
@@ -375,6 +375,15 @@ void KvPool::make_room_on_host(const BlockTables::Writing& writing, std::int32_t
     throw;
   }
   host_used_ = std::max(host_used_, rows);
+}
+
+// Pages that are attached to a file need no host memory, so only new ones count.
+void KvPool::grow_above_disk(std::int32_t sequence, std::int64_t first, std::int64_t rows) {
+  const std::int64_t page = tables_.page(sequence, first / kPageTokens).host;
+  const std::int64_t end = (rows + kPageTokens - 1) / kPageTokens;
+  if (!disk_->lacks_room(page, end)) return;
+  queue_->synchronize();  // a step that failed may still be reading pages
+  disk_->grow(end);
 }
 
 void KvPool::write_lost(std::int32_t but) {
@@ -413,6 +422,21 @@ void KvPool::record_uncounted(Ledger& ledger) {
     record_written(layer, moved.written, ledger);
     ledger.record(layer, Tier::disk, Tier::host, Cause::miss, moved.read);
   }
+}
+
+std::int64_t KvPool::rows_on_disk(int layer, std::int32_t sequence, std::int64_t first,
+                                  std::int64_t end) const {
+  if (disk_ == nullptr) return 0;
+  std::int64_t rows = 0;
+  for (RowRun run : nearest_runs(tables_, sequence, first, end, set_of(layer))) {
+    if (run.place == RowPlace::device) continue;
+    while (run.count > 0) {
+      const RowRun part = disk_->first_part(layer, run);
+      if (!disk_->is_in_host(layer, part.number / kPageTokens)) rows += part.count;
+      run = run.part(part.end(), run.end());
+    }
+  }
+  return rows;
 }
 
 void KvPool::record_written(int layer, const Written& written, Ledger& ledger) const {

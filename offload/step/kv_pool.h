@@ -133,6 +133,10 @@ class KvPool {
   // Makes the queue's later work wait for these copies.
   void settle();
 
+  // Rows of [first, end) of a sequence that a layer reads from disk, per KV head.
+  std::int64_t rows_on_disk(int layer, std::int32_t sequence, std::int64_t first,
+                            std::int64_t end) const;
+
   // Rows of every KV head of a layer that went from the device to host memory, and of these on to
   // the disk.
   struct Written {
@@ -190,6 +194,7 @@ class KvPool {
   std::int64_t rows_in_host(std::int32_t sequence, std::int64_t first, std::int64_t end) const;
   void make_room_on_host(const BlockTables::Writing& writing, std::int32_t sequence,
                          std::int64_t first, std::int64_t rows, bool by_layers);
+  void grow_above_disk(std::int32_t sequence, std::int64_t first, std::int64_t rows);
   void forget_cached(std::int32_t sequence, int set, std::int64_t first, std::int64_t end);
   void copy_shared(const BlockTables::Writing& writing, Ledger& ledger);
   void copy_block(const BlockCopy& copy, Ledger& ledger);

@@ -238,13 +238,9 @@ std::int64_t TokenRun::misses(int layer) {
 }
 
 std::int64_t TokenRun::misses_on_disk(int layer) {
-  DiskPages* const disk = pool_->disk();
-  if (disk == nullptr) return 0;
-  std::int64_t rows = 0;
-  for (const RowRun& piece : pieces(layer)) {
-    if (!disk->is_in_host(layer, piece.number / kPageTokens)) rows += piece.count;
-  }
-  return rows;
+  const std::int64_t first = first_row(layer) / kPageTokens * kPageTokens;
+  const std::int64_t end = of(layer).own.front().first;
+  return first < end ? pool_->rows_on_disk(layer, sequence_, first, end) : 0;
 }
 
 void TokenRun::attend_run(int layer, AttendParams& params, const RowRun& run) {

@@ -18,7 +18,11 @@ std::byte* first_sector(const Buffer& buffer) {
 }
 
 DiskPages::DiskPages(Queue& queue, const KvPlan& plan, const DiskSource& source)
-    : queue_(&queue), layout_(plan), stream_pages_(stream_pages(plan)), blocks_(plan.blocks) {
+    : queue_(&queue),
+      layout_(plan),
+      stream_pages_(stream_pages(plan)),
+      written_pages_(written_pages(plan)),
+      blocks_(plan.blocks) {
   check(!source.directories.empty(), "a plan on disk without a directory");
   const DiskHostBytes bytes(plan);
   Backend& backend = queue.backend();
@@ -63,6 +67,13 @@ void DiskPages::grow(std::int64_t end_block, void (HostStore::*how)(std::int64_t
   ((*host_).*how)(blocks * kPageTokens);
 }
 
+bool DiskPages::lacks_room(std::int64_t first, std::int64_t end) const {
+  const std::int64_t end_in_host = layout_.first_in_host + layout_.blocks_in_host;
+  if (host_ == nullptr || first >= end_in_host || end <= layout_.first_in_host) return false;
+  const std::int64_t blocks = std::min(end, end_in_host) - layout_.first_in_host;
+  return blocks * kPageTokens > host_->committed_rows();
+}
+
 bool DiskPages::is_in_host(int layer, std::int64_t block) const {
   if (!layout_.is_in_host(block)) return false;
   const std::lock_guard lock(mutex_);
@@ -88,7 +99,7 @@ std::int64_t DiskPages::write(int layer, std::span<const DevicePage> pages) {
   keep_in_host(layer, kept);
   std::span<const DevicePage> rest = others;
   while (!rest.empty()) {
-    const std::size_t batch = std::min<std::size_t>(rest.size(), DiskHostBytes::kWrittenPages);
+    const std::size_t batch = std::min(rest.size(), static_cast<std::size_t>(written_pages_));
     write_batch(layer, rest.first(batch));
     rest = rest.subspan(batch);
   }

@@ -58,6 +58,8 @@ class DiskPages {
 
   // Copies that follow start after all work issued to `queue` so far.
   void wait_for(Queue& queue) { queue_->wait_for(queue); }
+  // True if some of blocks [first, end) are planned to lie in host memory that is not committed.
+  bool lacks_room(std::int64_t first, std::int64_t end) const;
   // Commits host memory for pages of these blocks, as HostStore::grow() does, or ahead of need as
   // grow_to(). Throws Error{memory}.
   void grow(std::int64_t end_block) { grow(end_block, &HostStore::grow); }
@@ -133,12 +135,10 @@ class DiskPages {
   void keep_in_host(int layer, std::span<const DevicePage> pages);
   void write_batch(int layer, std::span<const DevicePage> pages);
   void detach(int layer, std::int64_t block);
-  // Brings the first `count` rows of up to kWrittenPages pages to the half of written_ that is
-  // next.
+  // Brings the first `count` rows of up to written_pages_ pages to the next half of written_.
   std::size_t bring(std::span<const DevicePage> pages, std::int64_t count);
   std::byte* written_page(std::size_t half, int head, std::size_t page) const {
-    return page_in(written_, half, head, static_cast<std::int64_t>(page),
-                   DiskHostBytes::kWrittenPages);
+    return page_in(written_, half, head, static_cast<std::int64_t>(page), written_pages_);
   }
   void finish(Write& write);  // with mutex_ held
   std::size_t number_of(int layer, std::int64_t block) const {
@@ -148,12 +148,13 @@ class DiskPages {
   Queue* queue_;
   DiskLayout layout_;
   std::int64_t stream_pages_;
+  std::int64_t written_pages_;
   std::int64_t blocks_;
   std::unique_ptr<HostStore>
       host_;  // of the layout's blocks in host memory; null if there are none
   // Both from their first whole sector on:
   Buffer streamed_;               // [halves, kv_heads, stream_pages_, page_bytes]
-  Buffer written_;                // [halves, kv_heads, kWrittenPages, page_bytes]
+  Buffer written_;                // [halves, kv_heads, written_pages_, page_bytes]
   std::optional<Charge> charge_;  // for the store's own memory
   std::unique_ptr<PageStore> store_;
   std::array<std::optional<DiskTicket>, DiskHostBytes::kHalves> reads_;
