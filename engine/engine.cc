@@ -168,12 +168,19 @@ bool spares_rows(const KvPlan& longer, const KvPlan& usual, bool few_are_read) {
          longer.stream_tokens >= usual.stream_tokens;
 }
 
-// The same for rows on disk: each step of a prompt reads all of them, so half is enough.
+// The same for rows on disk: each step of a prompt reads all of them, so half is enough, unless
+// those that a longer step leaves no memory for are read more often than before.
 bool spares_half(const KvPlan& longer, const KvPlan& usual) {
   const auto is_half = [](std::int64_t some, std::int64_t of) { return 2 * some >= of; };
+  // Rows that a prompt of the whole context reads from disk, twice.
+  const auto read = [](const KvPlan& kv) {
+    const auto on_disk = static_cast<double>(
+        std::max<std::int64_t>(0, kv.context - kv.resident_tokens - kv.host_blocks * kPageTokens));
+    return on_disk * on_disk / static_cast<double>(kv.chunk);
+  };
   return is_half(longer.resident_tokens, usual.resident_tokens) &&
          is_half(longer.dense_resident_tokens, usual.dense_resident_tokens) &&
-         is_half(longer.cache_rows, usual.cache_rows);
+         is_half(longer.cache_rows, usual.cache_rows) && read(longer) <= read(usual);
 }
 
 int chunk_for(const Checkpoint& checkpoint, Backend& backend, const WeightFormat& format,
