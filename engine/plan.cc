@@ -53,21 +53,18 @@ std::string device_lines(const KvPlan& kv) {
   return first(std::to_string(kv.resident_tokens) + " tokens" +
                (kv.tails ? " and the newest page" : "") + " resident,") +
          more +
-         continued((kv.host_blocks > 0 ? "the rest in host memory or on disk, streamed "
-                    : kv.on_disk       ? "the rest on disk, streamed "
-                                       : "the rest streamed, ") +
+         continued((kv.on_disk ? "the rest below, streamed " : "the rest streamed, ") +
                    std::to_string(kv.stream_tokens) + " rows at a time");
 }
 
 std::string disk_note(const KvPlan& kv) {
-  std::string note = "on their way";
-  if (kv.host_blocks > 0) {
-    note += ", those of " + std::to_string(kv.host_blocks * kPageTokens) + " tokens";
-  }
+  std::string note;
+  if (kv.host_blocks > 0) note = std::to_string(kv.host_blocks * kPageTokens) + " tokens";
   if (kv.host_cache_rows > 0) {
-    note += ", a cache of " + std::to_string(kv.host_cache_rows * kv.shape.kv_heads);
+    note += (note.empty() ? "" : ", ") +
+            ("a cache of " + std::to_string(kv.host_cache_rows * kv.shape.kv_heads) + " rows");
   }
-  return note;
+  return note.empty() ? "on their way to and from the disk" : note;
 }
 
 // Bytes of a CPU's device tier that host_bytes does not include.

@@ -161,7 +161,9 @@ std::string gains_text(const AdvisedPlan& plan) {
                                                            : "none alone: other caps bind, too");
   }
   for (const Gain& gain : plan.gains) {
-    std::string what = "+" + std::to_string(gain.context - plan.longest) + " tokens";
+    // More memory takes nothing away, though the search may end at a shorter context.
+    const std::int64_t more = std::max<std::int64_t>(gain.context - plan.longest, 0);
+    std::string what = "+" + std::to_string(more) + " tokens";
     if (gain.step_seconds && plan.times) {
       what += number(", %.2f ms a token", *gain.step_seconds * 1e3) +
               number(" for %.2f", plan.times->step * 1e3);

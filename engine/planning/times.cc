@@ -104,6 +104,13 @@ Layers layers_of(const Policy& policy, const KvPlan& kv) {
   return sum;
 }
 
+// Bytes of rows on disk that dense layers read in a step.
+double dense_on_disk(const Policy& policy, const KvPlan& kv) {
+  const auto heads = static_cast<double>(kv.shape.kv_heads);
+  return static_cast<double>(layers_of(policy, kv).dense) * tokens_on_disk(kv) * heads *
+         static_cast<double>(kv.shape.row_bytes());
+}
+
 double product_weights(const ModelInfo& info) {
   const double head = static_cast<double>(info.vocabulary) * info.hidden;
   return static_cast<double>(info.parameters) - (info.tied_embeddings ? 0.0 : head);
@@ -161,7 +168,8 @@ StepBytes step_bytes(const Plan& plan, const Policy& policy, const ModelInfo& in
   bytes.rows = bytes_of(selected + dense);
   const std::int64_t each =
       layers.selecting > 0 ? static_cast<std::int64_t>(layers.rows) / layers.selecting : 0;
-  double bus = selected * misses(kv, each);
+  const double missed = selected * misses(kv, each);
+  double bus = missed;
   if (dense > 0.0) {
     const std::int64_t resident =
         kv.dense_layers.empty() ? kv.resident_tokens : kv.dense_resident_tokens;
@@ -173,9 +181,10 @@ StepBytes step_bytes(const Plan& plan, const Policy& policy, const ModelInfo& in
     const DiskLayout disk(kv);
     const auto away =
         static_cast<double>(std::max<std::int64_t>(1, kv.context - kv.resident_tokens));
-    bytes.disk =
-        bytes_of(bus * tokens_on_disk(kv) / away * kReadsOfRow /
-                 static_cast<double>(shape.row_bytes()) * static_cast<double>(disk.unit_bytes));
+    const double reads =
+        missed / static_cast<double>(shape.row_bytes()) * kReadsOfRow * tokens_on_disk(kv) / away;
+    bytes.disk = bytes_of(reads * static_cast<double>(disk.unit_bytes)) +
+                 bytes_of(dense_on_disk(policy, kv));
   }
   return bytes;
 }
@@ -205,8 +214,11 @@ StepTimes predict(const Machine& m, const Plan& plan, const StepBytes& bytes, co
   times.step += static_cast<double>(bytes.bus) / m.bus_rate;
   if (kv.on_disk) {
     // The rate is that of reads of a sector; a unit of a few costs about as much.
-    const auto reads = static_cast<double>(bytes.disk / DiskLayout(kv).unit_bytes);
-    times.step += kv.shape.layers * m.disk_latency + reads * kSectorBytes / m.disk_row_rate;
+    const double streamed = dense_on_disk(policy, kv);
+    const double reads = (static_cast<double>(bytes.disk) - streamed) /
+                         static_cast<double>(DiskLayout(kv).unit_bytes);
+    times.step += kv.shape.layers * m.disk_latency + reads * kSectorBytes / m.disk_row_rate +
+                  streamed / m.disk_rate;
   }
 
   // Two operations per weight; four per channel for every pair of a query and a key.

@@ -524,8 +524,9 @@ void require_disk(KvPlan& plan, const DiskRoom& disk) {
   plan.disk_bytes = DiskLayout(plan).bytes();
   if (plan.disk_bytes <= disk.bytes) return;
   throw Error(ErrorCode::memory, "`disk` " + format_bytes(disk.bytes) +
-                                     " is too small: the rows of " + std::to_string(plan.tokens) +
-                                     " tokens take " + format_bytes(plan.disk_bytes) + " there");
+                                     " is too small: of the rows of " +
+                                     std::to_string(plan.tokens) + " tokens it has to hold " +
+                                     format_bytes(plan.disk_bytes));
 }
 
 KvPlan plan_on_disk(KvPlan base, const KvRequest& request, const IndexLayout& layout) {

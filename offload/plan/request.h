@@ -17,8 +17,8 @@ namespace sluice {
 struct DiskRoom {
   int directories = 1;
   std::uint64_t bytes = UINT64_MAX;
-  // Host memory for rows on their way; without a device cap, for the device tier, too, which is
-  // host memory then.
+  // Host memory for pages, cached rows and rows on their way; without a device cap, for the device
+  // tier, too, which is host memory then.
   std::uint64_t host_cap = 0;
 };
 
