@@ -117,9 +117,9 @@ struct KvPlan {
   std::int64_t stream_tokens = 0;  // rows per KV head in each of the two streaming buffers
   // Rows per KV head in the row cache, shared by all layers.
   std::int64_t cache_rows = 0;
-  // Rows that are not resident lie on disk, except those of host_blocks blocks. Host memory also has
-  // rows on their way and, per KV head and shared by all layers, a cache of host_cache_rows
-  // selected rows from the disk.
+  // Rows that are not resident lie on disk, but for those of host_blocks blocks in host memory,
+  // which also has rows on their way and, per KV head and shared by all layers, a cache of
+  // host_cache_rows selected rows from the disk.
   bool on_disk = false;
   std::int64_t host_blocks = 0;
   std::int64_t host_cache_rows = 0;
