@@ -177,7 +177,10 @@ TEST(Planning, PrefersHostMemoryToADisk) {
   wish.disk = DiskConfig{{"/nvme"}, 200 * kGiB};
   wish.host_memory = 20 * kGiB;
   EXPECT_FALSE(advise_quickly(wish).plan.kv.on_disk);
+  // The device and 8 GiB of host memory hold all rows between them, so none is read from the disk.
   wish.host_memory = 8 * kGiB;
+  EXPECT_TRUE(advise_quickly(wish).plan.kv.on_disk);
+  wish.host_memory = kGiB;
   const AdvisedPlan plan = advise_quickly(wish);
   EXPECT_TRUE(plan.plan.kv.on_disk);
   EXPECT_TRUE(plan.settings.disk.has_value());
