@@ -20,6 +20,7 @@
 #include "lib/traced_queue.h"
 #include "offload/attention/host_share.h"
 #include "offload/backends.h"
+#include "offload/plan/disk_layout.h"
 #include "offload/plan/index_layout.h"
 #include "offload/plan/planner.h"
 #include "sluice/errors.h"
@@ -174,8 +175,7 @@ bool spares_half(const KvPlan& longer, const KvPlan& usual) {
   const auto is_half = [](std::int64_t some, std::int64_t of) { return 2 * some >= of; };
   // Rows that a prompt of the whole context reads from disk, twice.
   const auto read = [](const KvPlan& kv) {
-    const auto on_disk = static_cast<double>(
-        std::max<std::int64_t>(0, kv.context - kv.resident_tokens - kv.host_blocks * kPageTokens));
+    const auto on_disk = static_cast<double>(tokens_on_disk(kv));
     return on_disk * on_disk / static_cast<double>(kv.chunk);
   };
   return is_half(longer.resident_tokens, usual.resident_tokens) &&

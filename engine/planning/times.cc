@@ -67,13 +67,6 @@ double between(const std::array<Share, 6>& shares, double at) {
   return 1.0;
 }
 
-// Tokens that lie on disk, the last ones.
-double tokens_on_disk(const KvPlan& kv) {
-  if (!kv.on_disk) return 0.0;
-  return static_cast<double>(
-      std::max<std::int64_t>(0, kv.context - kv.resident_tokens - kv.host_blocks * kPageTokens));
-}
-
 double misses(const KvPlan& kv, std::int64_t rows) {
   const double resident =
       std::min(1.0, static_cast<double>(kv.resident_tokens) / static_cast<double>(kv.context));
@@ -107,7 +100,7 @@ Layers layers_of(const Policy& policy, const KvPlan& kv) {
 // Bytes of rows on disk that dense layers read in a step.
 double dense_on_disk(const Policy& policy, const KvPlan& kv) {
   const auto heads = static_cast<double>(kv.shape.kv_heads);
-  return static_cast<double>(layers_of(policy, kv).dense) * tokens_on_disk(kv) * heads *
+  return static_cast<double>(layers_of(policy, kv).dense * tokens_on_disk(kv)) * heads *
          static_cast<double>(kv.shape.row_bytes());
 }
 
@@ -181,8 +174,8 @@ StepBytes step_bytes(const Plan& plan, const Policy& policy, const ModelInfo& in
     const DiskLayout disk(kv);
     const auto away =
         static_cast<double>(std::max<std::int64_t>(1, kv.context - kv.resident_tokens));
-    const double reads =
-        missed / static_cast<double>(shape.row_bytes()) * kReadsOfRow * tokens_on_disk(kv) / away;
+    const double reads = missed / static_cast<double>(shape.row_bytes()) * kReadsOfRow *
+                         static_cast<double>(tokens_on_disk(kv)) / away;
     bytes.disk = bytes_of(reads * static_cast<double>(disk.unit_bytes)) +
                  bytes_of(dense_on_disk(policy, kv));
   }
@@ -231,8 +224,9 @@ StepTimes predict(const Machine& m, const Plan& plan, const StepBytes& bytes, co
                            kv.shape.layers * pairs / (m.flops * kAttentionShare);
   const double away = std::max(0.0, tokens - static_cast<double>(kv.resident_tokens));
   const double fetched = away * away / (2.0 * chunk) * static_cast<double>(kv.shape.token_bytes());
-  const double written = tokens_on_disk(kv) * static_cast<double>(kv.shape.token_bytes());
-  const double read = written * tokens_on_disk(kv) / (2.0 * chunk);
+  const auto on_disk = static_cast<double>(tokens_on_disk(kv));
+  const double written = on_disk * static_cast<double>(kv.shape.token_bytes());
+  const double read = written * on_disk / (2.0 * chunk);
   const double of_disk = kv.on_disk ? 1.0 / m.disk_rate : 0.0;
   const double fetching = kv.in_place ? 0.0 : (fetched - read) / m.copy_rate + read * of_disk;
   times.prefill = products + std::max(attention, fetching) +

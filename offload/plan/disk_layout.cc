@@ -47,6 +47,12 @@ PageStoreConfig DiskLayout::store() const {
   return config;
 }
 
+std::int64_t tokens_on_disk(const KvPlan& plan) {
+  if (!plan.on_disk) return 0;
+  const std::int64_t above = plan.resident_tokens + plan.host_blocks * kPageTokens;
+  return std::max<std::int64_t>(0, plan.context - above);
+}
+
 int fetches_at_once(const KvPlan& plan) { return plan.chooses_early ? 2 : 1; }
 
 // As many as a disk has in flight, and some to follow.

@@ -70,6 +70,9 @@ struct DiskHostBytes {
   }
 };
 
+// Tokens whose rows lie on disk, of a sequence of the whole context: its last ones.
+std::int64_t tokens_on_disk(const KvPlan& plan);
+
 // Layers whose selected rows are fetched at a time: two if one may begin before the other ends.
 int fetches_at_once(const KvPlan& plan);
 

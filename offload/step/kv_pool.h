@@ -200,7 +200,8 @@ class KvPool {
   void copy_block(const BlockCopy& copy, Ledger& ledger);
   void copy_above_disk(int layer, const BlockCopy& copy, Ledger& ledger);
   // The first rows of a page below the device, see DiskPages::page_rows(). Waits for rows that
-  // stream through the same buffer. Adds what a disk read, of which `wanted` rows, to `read`.
+  // stream through the same buffer. If a disk read the page, adds its bytes and `wanted` rows to
+  // `read`.
   std::vector<RowSpan> page_below(int layer, const RowRun& page, std::int64_t wanted,
                                   Traffic& read);
   // Counts what moved between host memory and disk outside of a step; not yet, if the ledger has no

@@ -61,17 +61,15 @@ std::byte* DiskPages::page_in(const Buffer& buffer, std::size_t half, int head, 
   return first_sector(buffer) + number * layout_.page_bytes;
 }
 
-void DiskPages::grow(std::int64_t end_block, void (HostStore::*how)(std::int64_t)) {
-  if (host_ == nullptr || end_block <= layout_.first_in_host) return;
-  const std::int64_t blocks = std::min(end_block - layout_.first_in_host, layout_.blocks_in_host);
-  ((*host_).*how)(blocks * kPageTokens);
+std::int64_t DiskPages::host_rows_before(std::int64_t block) const {
+  const std::int64_t before = block - layout_.first_in_host;
+  return std::clamp<std::int64_t>(before, 0, layout_.blocks_in_host) * kPageTokens;
 }
 
 bool DiskPages::lacks_room(std::int64_t first, std::int64_t end) const {
-  const std::int64_t end_in_host = layout_.first_in_host + layout_.blocks_in_host;
-  if (host_ == nullptr || first >= end_in_host || end <= layout_.first_in_host) return false;
-  const std::int64_t blocks = std::min(end, end_in_host) - layout_.first_in_host;
-  return blocks * kPageTokens > host_->committed_rows();
+  const std::int64_t rows = host_rows_before(end);
+  const bool has_some = rows > host_rows_before(first);
+  return has_some && rows > host_->committed_rows();
 }
 
 bool DiskPages::is_in_host(int layer, std::int64_t block) const {

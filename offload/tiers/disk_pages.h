@@ -62,8 +62,12 @@ class DiskPages {
   bool lacks_room(std::int64_t first, std::int64_t end) const;
   // Commits host memory for pages of these blocks, as HostStore::grow() does, or ahead of need as
   // grow_to(). Throws Error{memory}.
-  void grow(std::int64_t end_block) { grow(end_block, &HostStore::grow); }
-  void grow_to(std::int64_t end_block) { grow(end_block, &HostStore::grow_to); }
+  void grow(std::int64_t end_block) {
+    if (host_ != nullptr) host_->grow(host_rows_before(end_block));
+  }
+  void grow_to(std::int64_t end_block) {
+    if (host_ != nullptr) host_->grow_to(host_rows_before(end_block));
+  }
   // Writes pages of a layer; waits for the copies from the device, not for the disk. Their rows on
   // the device must not change before it returns. Returns the number of pages that go to the disk.
   std::int64_t write(int layer, std::span<const DevicePage> pages);
@@ -131,7 +135,8 @@ class DiskPages {
                      std::int64_t pages) const;
   void add_copies(std::size_t half, int head, const RowRun& run, std::byte* to,
                   std::vector<CopyOp>& ops) const;
-  void grow(std::int64_t end_block, void (HostStore::*how)(std::int64_t));
+  // Rows of a region in host memory up to a block.
+  std::int64_t host_rows_before(std::int64_t block) const;
   void keep_in_host(int layer, std::span<const DevicePage> pages);
   void write_batch(int layer, std::span<const DevicePage> pages);
   void detach(int layer, std::int64_t block);

@@ -826,7 +826,7 @@ TEST_F(DiskSessions, LeaveTheDiskWhatHostMemoryDoesNotHold) {
   const std::uint64_t of_block = none.disk_bytes / static_cast<std::uint64_t>(none.blocks);
   EXPECT_EQ(some.disk_bytes,
             none.disk_bytes - static_cast<std::uint64_t>(some.host_blocks) * of_block);
-  EXPECT_GT(some.host_bytes, none.host_bytes + of_block);  // less the checksums of what is there
+  EXPECT_GT(some.host_bytes, none.host_bytes + of_block);  // fewer sectors need fewer checksums
   const auto pool = this->pool(plan_of(kShape, dense, DeviceTier::own, 0, 8), dense);
   KvSession session(pool);
   Script script(kShape, kContext, 5);
