@@ -1,21 +1,22 @@
 #!/usr/bin/env python3
-"""Makes a checkpoint of Llama 3 8B's shape that computes what sluice-22m computes.
+"""Makes a checkpoint of a large model's shape that computes what sluice-22m computes.
 
     bench/stretch.py /tmp/stretched
+    bench/stretch.py /tmp/stretched --shape qwen2.5-7b
     build/release/bin/sluice generate -m /tmp/stretched --device cuda -f FILE
 
 Made-up weights take the time that trained ones take, but attend flatly, so they tell nothing about
 which rows are selected. This checkpoint has the time of the one and the attention of the other:
 
-  heads    every KV head of the small model stands four times in a layer, with its query heads; each
-           copy gives a quarter of the output
+  heads    every KV head of the small model stands several times in a layer, with its query heads,
+           some of them twice where the group is larger; copies share the output evenly
   head_dim 64 channels are spread over 128: the pair that turns by theta^(-2i/64) becomes the one
            that turns by theta^(-4i/128). Query weights times sqrt(2) make up for 1/sqrt(128)
-  layers   32 for 12, or as many as are asked for. Copies of a layer whose output is zero come
+  layers   the shape's, or as many as are asked for. Copies of a layer whose output is zero come
            before the layer itself, so that they see, and select, what it does
   hidden   what the small model does not have is zero in the residual stream; norms are scaled
   the rest gate, up and input columns that nothing depends on are random, of deviation 0.02
-  vocabulary 128,256, of which the last are as improbable as the BOS token
+  vocabulary the shape's, of which the last are as improbable as the BOS token
 
 Differences are those of rounding to bf16. Needs numpy.
 """
@@ -25,13 +26,29 @@ import json
 import shutil
 import struct
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any, Iterator, NamedTuple
 
 import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
-HEADS, KV_HEADS, DIM = 32, 8, 128
-HIDDEN, INNER, VOCABULARY = 4096, 14336, 128256
+DIM = 128
+
+
+class Shape(NamedTuple):
+    """What a large model has more of."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    hidden: int
+    inner: int
+    vocabulary: int
+
+
+SHAPES = {
+    "llama3-8b": Shape(32, 32, 8, 4096, 14336, 128256),
+    "qwen2.5-7b": Shape(28, 28, 4, 3584, 18944, 152064),
+}
 
 
 def to_bf16(values: np.ndarray) -> np.ndarray:
@@ -85,58 +102,61 @@ def spread(rows: np.ndarray, heads: int, copies: list[int], channels: np.ndarray
 class Stretched:
     """The stretched checkpoint's tensors, as bf16 bits."""
 
-    def __init__(self, small: Small, layers: int) -> None:
+    def __init__(self, small: Small, shape: Shape) -> None:
         self._small = small
-        self._layers = layers
+        self._shape = shape
         self._filler = Filler()
         config = small.config
         self._dim = config["head_dim"]
         self._hidden = config["hidden_size"]
         self._kv_heads = config["num_key_value_heads"]
         self._heads = config["num_attention_heads"]
-        group = self._heads // self._kv_heads
-        if group != HEADS // KV_HEADS or self._dim * 2 != DIM:
-            raise SystemExit("stretch: the small model needs groups of 4 and a head_dim of 64")
-        self._kv_copies = [head % self._kv_heads for head in range(KV_HEADS)]
-        self._copies = [kv * group + g for kv in self._kv_copies for g in range(group)]
+        group, larger = self._heads // self._kv_heads, shape.heads // shape.kv_heads
+        if self._dim * 2 != DIM or group > larger or shape.kv_heads % self._kv_heads != 0:
+            raise SystemExit(f"stretch: the small model needs a head_dim of {DIM // 2}, groups of at "
+                             f"most {larger} and KV heads that divide {shape.kv_heads}")  # fmt: skip
+        self._kv_copies = [head % self._kv_heads for head in range(shape.kv_heads)]
+        self._copies = [kv * group + g % group for kv in self._kv_copies for g in range(larger)]
         half = np.arange(self._dim // 2)
         self._turned = np.concatenate([2 * half, 2 * half + DIM // 2])  # channels of q and k
-        self._norm = np.sqrt(self._hidden / HIDDEN)
+        self._norm = np.sqrt(self._hidden / shape.hidden)
 
     def layer_of(self, layer: int) -> int:
         """The small model's layer that `layer` copies."""
-        return layer * self._small.config["num_hidden_layers"] // self._layers
+        return layer * self._small.config["num_hidden_layers"] // self._shape.layers
 
     def acts(self, layer: int) -> bool:
         """True for the last copy of a layer, the only one that computes; the others add nothing."""
-        return layer == self._layers - 1 or self.layer_of(layer + 1) != self.layer_of(layer)
+        last = layer == self._shape.layers - 1
+        return last or self.layer_of(layer + 1) != self.layer_of(layer)
 
     def _inputs(self, values: np.ndarray, rows: int) -> np.ndarray:
-        """Weights whose input is the residual stream, [rows, HIDDEN]."""
-        matrix = self._filler.matrix(rows, HIDDEN)
+        """Weights whose input is the residual stream, [rows, hidden]."""
+        matrix = self._filler.matrix(rows, self._shape.hidden)
         matrix[: values.shape[0], : self._hidden] = to_bf16(values)
         return matrix
 
     def _outputs(self, values: np.ndarray, columns: int, acts: bool) -> np.ndarray:
-        """Weights whose output is added to the residual stream, [HIDDEN, columns]."""
-        matrix = np.zeros((HIDDEN, columns), dtype=np.uint16)
+        """Weights whose output is added to the residual stream, [hidden, columns]."""
+        matrix = np.zeros((self._shape.hidden, columns), dtype=np.uint16)
         if acts:
             matrix[: self._hidden, : values.shape[1]] = to_bf16(values)
         return matrix
 
     def _norm_weight(self, values: np.ndarray) -> np.ndarray:
-        weight = np.zeros(HIDDEN, dtype=np.float32)
+        weight = np.zeros(self._shape.hidden, dtype=np.float32)
         weight[: self._hidden] = values * self._norm
         return to_bf16(weight)
 
     def _output_projection(self, values: np.ndarray) -> np.ndarray:
-        share = len(self._kv_copies) // self._kv_heads
-        channels = np.arange(self._dim)
-        return spread(values.T / share, self._heads, self._copies, channels).T
+        shares = np.bincount(self._copies)  # copies of each query head
+        scaled = values.T / np.repeat(shares, self._dim)[:, None]
+        return spread(scaled, self._heads, self._copies, np.arange(self._dim)).T
 
     def layer(self, layer: int) -> Iterator[tuple[str, np.ndarray]]:
         """Names and tensors of a layer."""
         acts, channels = self.acts(layer), np.arange(self._dim)
+        shape = self._shape
 
         def of(name: str) -> np.ndarray:
             return self._small.of_layer(self.layer_of(layer), name)
@@ -146,40 +166,41 @@ class Stretched:
         v = spread(of("self_attn.v_proj"), self._kv_heads, self._kv_copies, channels)
         o = self._output_projection(of("self_attn.o_proj"))
         yield "input_layernorm", self._norm_weight(of("input_layernorm"))
-        yield "self_attn.q_proj", self._inputs(q * np.sqrt(2.0), HEADS * DIM)
-        yield "self_attn.k_proj", self._inputs(k, KV_HEADS * DIM)
-        yield "self_attn.v_proj", self._inputs(v, KV_HEADS * DIM)
-        yield "self_attn.o_proj", self._outputs(o, HEADS * DIM, acts)
+        yield "self_attn.q_proj", self._inputs(q * np.sqrt(2.0), shape.heads * DIM)
+        yield "self_attn.k_proj", self._inputs(k, shape.kv_heads * DIM)
+        yield "self_attn.v_proj", self._inputs(v, shape.kv_heads * DIM)
+        yield "self_attn.o_proj", self._outputs(o, shape.heads * DIM, acts)
         yield "post_attention_layernorm", self._norm_weight(of("post_attention_layernorm"))
-        yield "mlp.gate_proj", self._inputs(of("mlp.gate_proj"), INNER)
-        yield "mlp.up_proj", self._inputs(of("mlp.up_proj"), INNER)
-        yield "mlp.down_proj", self._outputs(of("mlp.down_proj"), INNER, acts)
+        yield "mlp.gate_proj", self._inputs(of("mlp.gate_proj"), shape.inner)
+        yield "mlp.up_proj", self._inputs(of("mlp.up_proj"), shape.inner)
+        yield "mlp.down_proj", self._outputs(of("mlp.down_proj"), shape.inner, acts)
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
         """Names and tensors, in the order of the file."""
         embedding = self._small.tensor("model.embed_tokens.weight")
-        padded = np.zeros((VOCABULARY, HIDDEN), dtype=np.uint16)
+        padded = np.zeros((self._shape.vocabulary, self._shape.hidden), dtype=np.uint16)
         padded[: len(embedding), : self._hidden] = to_bf16(embedding)
         yield "model.embed_tokens.weight", padded
-        padded = self._inputs(embedding, VOCABULARY)
+        padded = self._inputs(embedding, self._shape.vocabulary)
         padded[len(embedding) :] = padded[self._small.config["bos_token_id"]]
         yield "lm_head.weight", padded
         yield "model.norm.weight", self._norm_weight(self._small.tensor("model.norm.weight"))
-        for layer in range(self._layers):
+        for layer in range(self._shape.layers):
             for name, tensor in self.layer(layer):
                 yield f"model.layers.{layer}.{name}.weight", tensor
 
     def config(self) -> dict[str, Any]:
         """The content of config.json."""
+        shape = self._shape
         return self._small.config | {
-            "hidden_size": HIDDEN,
-            "intermediate_size": INNER,
-            "num_hidden_layers": self._layers,
-            "num_attention_heads": HEADS,
-            "num_key_value_heads": KV_HEADS,
+            "hidden_size": shape.hidden,
+            "intermediate_size": shape.inner,
+            "num_hidden_layers": shape.layers,
+            "num_attention_heads": shape.heads,
+            "num_key_value_heads": shape.kv_heads,
             "head_dim": DIM,
-            "vocab_size": VOCABULARY,
-            "rms_norm_eps": self._small.config["rms_norm_eps"] * self._hidden / HIDDEN,
+            "vocab_size": shape.vocabulary,
+            "rms_norm_eps": self._small.config["rms_norm_eps"] * self._hidden / shape.hidden,
             "tie_word_embeddings": False,
         }
 
@@ -195,25 +216,27 @@ def header_of(shapes: dict[str, tuple[int, ...]]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def shapes(layers: int) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
     """Tensor shapes by name, in the order of Stretched.tensors()."""
+    hidden, inner, vocabulary = shape.hidden, shape.inner, shape.vocabulary
+    queries, keys = shape.heads * DIM, shape.kv_heads * DIM
     found: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (VOCABULARY, HIDDEN),
-        "lm_head.weight": (VOCABULARY, HIDDEN),
-        "model.norm.weight": (HIDDEN,),
+        "model.embed_tokens.weight": (vocabulary, hidden),
+        "lm_head.weight": (vocabulary, hidden),
+        "model.norm.weight": (hidden,),
     }
     of_layer = {
-        "input_layernorm": (HIDDEN,),
-        "self_attn.q_proj": (HEADS * DIM, HIDDEN),
-        "self_attn.k_proj": (KV_HEADS * DIM, HIDDEN),
-        "self_attn.v_proj": (KV_HEADS * DIM, HIDDEN),
-        "self_attn.o_proj": (HIDDEN, HEADS * DIM),
-        "post_attention_layernorm": (HIDDEN,),
-        "mlp.gate_proj": (INNER, HIDDEN),
-        "mlp.up_proj": (INNER, HIDDEN),
-        "mlp.down_proj": (HIDDEN, INNER),
+        "input_layernorm": (hidden,),
+        "self_attn.q_proj": (queries, hidden),
+        "self_attn.k_proj": (keys, hidden),
+        "self_attn.v_proj": (keys, hidden),
+        "self_attn.o_proj": (hidden, queries),
+        "post_attention_layernorm": (hidden,),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
     }
-    for layer in range(layers):
+    for layer in range(shape.layers):
         found |= {f"model.layers.{layer}.{name}.weight": s for name, s in of_layer.items()}
     return found
 
@@ -222,16 +245,20 @@ def main() -> None:
     """Runs the command."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.add_argument("folder", type=Path, help="for the checkpoint, 15 GiB")
-    parser.add_argument("--layers", type=int, default=32, help="the small model's or more (32)")
+    parser.add_argument("folder", type=Path, help="for the checkpoint, some 15 GiB")
+    parser.add_argument("--shape", choices=SHAPES, default="llama3-8b", help="(llama3-8b)")
+    parser.add_argument("--layers", type=int, help="the small model's or more (the shape's)")
     parser.add_argument("-m", "--model", type=Path, default=ROOT / "models" / "sluice-22m")
     flags = parser.parse_args()
     flags.folder.mkdir(parents=True, exist_ok=True)
     small = Small(flags.model)
-    if flags.layers < small.config["num_hidden_layers"]:
-        parser.error(f"--layers: {flags.layers} would leave some of the small model's out")
-    stretched = Stretched(small, flags.layers)
-    expected = shapes(flags.layers)
+    shape = SHAPES[flags.shape]
+    if flags.layers is not None:
+        shape = shape._replace(layers=flags.layers)
+    if shape.layers < small.config["num_hidden_layers"]:
+        parser.error(f"--layers: {shape.layers} would leave some of the small model's out")
+    stretched = Stretched(small, shape)
+    expected = tensor_shapes(shape)
     with open(flags.folder / "model.safetensors", "wb") as file:
         file.write(header_of(expected))
         for (name, shape), (made, tensor) in zip(
