@@ -6,6 +6,8 @@ times are from measured ones.
     bench/million.py SLUICE --write docs/million.md    puts them in place of those that are there
     bench/million.py SLUICE --check docs/million.md    fails if they are not those
     bench/million.py SLUICE --check FILE --only compared
+    bench/million.py SLUICE --plot FILE.svg            draws measured and predicted steps by context;
+                                                       needs matplotlib (Debian: python3-matplotlib)
 
 A table stands behind the line <!-- bench/million.py: NAME -->. Nothing is measured; it takes some
 seconds.
@@ -270,18 +272,24 @@ def of_prompts(twelve: Path) -> list[Measured]:
 def of_commands() -> list[Measured]:
     """Long contexts in one command, rows in host memory and below it on a disk."""
     measured = []
-    for file in ("million_8b_components_h200.json", "disk_384k_h200.json", "disk_1m_h200.json"):
+    for file in ("million_8b_components_h200.json", "disk_384k_h200.json", "disk_1m_h200.json",
+                 "million_qwen_16gib_h200.json", "million_qwen_12gib_h200.json"):  # fmt: skip
         run = read(file)
         command = shlex.split(run["command"].split("; ")[1])
         timings = run["timings"]
         plan = ["--machine", "h200"]
+        is_qwen = "--shape qwen2.5-7b" in run["command"]
+        if is_qwen:
+            plan += ["--shape", "qwen2.5-7b-1m", "--weights", run["weights"]]
         for name in ("--context", "--weights", "--kv-dtype", "--chunk", "--device-memory",
                      "--host-memory", "--disk"):  # fmt: skip
             if name in command:
                 plan += [name, flag(command, name)]
         plan += ["--policy", run["policy"]]  # presets of the command may stand for something else
         name = (
-            f"H200, {run['plan']['context']:,} tokens, int4, rows in {flag(command, '--kv-dtype')}"
+            f"H200, {'`qwen2.5-7b-1m`, ' * is_qwen}{run['plan']['context']:,} tokens, "
+            f"{flag(plan, '--weights')}, rows in {flag(command, '--kv-dtype')}"
+            + (f", {flag(command, '--device-memory')}" if is_qwen else "")
             + (f", {flag(command, '--host-memory')} above a disk" if "--disk" in command else "")
             + f", `{run['policy']}`"
         )
@@ -296,11 +304,9 @@ def error(predicted: float, measured: float) -> str:
     return f"{100 * (predicted / measured - 1):+.0f} %"
 
 
-def compared(sluice: Sluice) -> list[str]:
-    rows = [
-        "| what | measured, ms a token | predicted | | measured, s of prompt | predicted | | file |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
+def with_plans(sluice: Sluice) -> list[tuple[Measured, dict[str, Any]]]:
+    """All that was measured, and what `sluice plan` says of it."""
+    pairs = []
     with tempfile.TemporaryDirectory() as folder:
         config = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
                   "num_hidden_layers": 12, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -312,17 +318,65 @@ def compared(sluice: Sluice) -> list[str]:
             plan, why = sluice.plan(*shape, *measured.plan)
             if plan is None:
                 raise RuntimeError(f"{measured.name}: {why}")
-            predicted = plan["predicted"]
-            cells = [measured.name]
-            for time, by, digits in (
-                (measured.step, 1e3 * predicted["step_seconds"], 2),
-                (measured.prefill, predicted["prefill_seconds"], 1),
-            ):
-                cells += ["", "", ""] if time is None else [
-                    f"{time:.{digits}f}", f"{by:.{digits}f}", error(by, time)
-                ]  # fmt: skip
-            rows.append(line([*cells, f"`{measured.file}`"]))
+            pairs.append((measured, plan))
+    return pairs
+
+
+def compared(sluice: Sluice) -> list[str]:
+    rows = [
+        "| what | measured, ms a token | predicted | | measured, s of prompt | predicted | | file |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for measured, plan in with_plans(sluice):
+        predicted = plan["predicted"]
+        cells = [measured.name]
+        for time, by, digits in (
+            (measured.step, 1e3 * predicted["step_seconds"], 2),
+            (measured.prefill, predicted["prefill_seconds"], 1),
+        ):
+            cells += ["", "", ""] if time is None else [
+                f"{time:.{digits}f}", f"{by:.{digits}f}", error(by, time)
+            ]  # fmt: skip
+        rows.append(line([*cells, f"`{measured.file}`"]))
     return rows
+
+
+def draw(sluice: Sluice, file: Path) -> None:
+    """Measured steps by context, one series per model, weights and place of rows; crosses are
+    predictions."""
+    try:
+        import matplotlib
+    except ImportError:
+        sys.exit("million: --plot needs matplotlib; install Debian's python3-matplotlib")
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    series: dict[str, list[tuple[int, float, float]]] = {}
+    for measured, plan in with_plans(sluice):
+        if measured.step is None:
+            continue
+        model = "Qwen2.5 7B" if plan["model"]["layers"] == 28 else f"{plan['model']['layers']} layers"
+        disk = ", rows above a disk" if "--disk" in measured.plan else ""
+        label = f"{measured.name.split(',')[0]}, {model}, {flag(measured.plan, '--weights')}{disk}"
+        context = int(measured.plan[measured.plan.index("--context") + 1].replace("1M", "1048576"))
+        point = (context, measured.step, 1e3 * plan["predicted"]["step_seconds"])
+        series.setdefault(label, []).append(point)
+    plt.rcParams["svg.hashsalt"] = "sluice"  # the same file from the same numbers
+    figure, axes = plt.subplots(figsize=(8, 5))
+    for label, points in sorted(series.items()):
+        contexts, steps_, predicted = zip(*sorted(points))
+        (dots,) = axes.plot(contexts, steps_, "o", label=label)
+        axes.plot(contexts, predicted, "x", color=dots.get_color())
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([1 << n for n in range(15, 21)], ["32K", "64K", "128K", "256K", "512K", "1M"])
+    axes.set_yscale("log", base=2)
+    axes.set_yticks([2, 4, 8, 16, 32], ["2", "4", "8", "16", "32"])
+    axes.set_xlabel("tokens of context")
+    axes.set_ylabel("ms a token; x: predicted")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    figure.tight_layout()
+    figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
 
 
 TABLES: dict[str, Callable[[Sluice], list[str]]] = {
@@ -348,9 +402,13 @@ def main() -> int:
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--write", metavar="FILE", type=Path)
     action.add_argument("--check", metavar="FILE", type=Path)
+    action.add_argument("--plot", metavar="FILE", type=Path)
     parser.add_argument("--only", choices=TABLES, help="this table alone")
     arguments = parser.parse_args()
     sluice = Sluice(arguments.sluice)
+    if arguments.plot:
+        draw(sluice, arguments.plot)
+        return 0
     names = [arguments.only] if arguments.only else list(TABLES)
     tables = {name: TABLES[name](sluice) for name in names}
     file = arguments.write or arguments.check
