@@ -29,8 +29,8 @@ TEST(Ledger, TotalsAreKeptByPhaseLayerDirectionAndCause) {
   EXPECT_EQ(ledger.steps(Phase::prefill), 1u);
   EXPECT_EQ(ledger.tokens(Phase::prefill), 4u);
   ASSERT_EQ(ledger.history().size(), 2u);
-  ASSERT_EQ(ledger.history()[0].entries.size(), 2u) << "equal entries of a step are added up";
-  EXPECT_EQ(ledger.history()[0].entries[0].traffic, prefill_misses);
+  ASSERT_EQ(ledger.history().front().entries.size(), 2u) << "equal entries of a step are added up";
+  EXPECT_EQ(ledger.history().front().entries[0].traffic, prefill_misses);
 }
 
 TEST(Ledger, HistoryIsBoundedAndTotalsAreNot) {

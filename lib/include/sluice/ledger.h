@@ -3,8 +3,8 @@
 
 #include <array>
 #include <cstdint>
-#include <deque>
 #include <functional>
+#include <list>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -87,7 +87,7 @@ class Ledger {
   // because a callback threw, stay counted, as their traffic does.
   std::uint64_t tokens(Phase phase) const;
   int layers() const { return layers_; }
-  const std::deque<LedgerStep>& history() const { return history_; }
+  const std::list<LedgerStep>& history() const { return history_; }
 
   // A table of the non-zero totals: phase, direction, cause, rows, bytes, bytes per token.
   std::string to_table() const;
@@ -108,7 +108,8 @@ class Ledger {
   std::array<std::vector<Totals>, kPhases> totals_;  // [phase][layer]
   std::array<std::uint64_t, kPhases> steps_{};
   std::array<std::uint64_t, kPhases> tokens_{};
-  std::deque<LedgerStep> history_;
+  // A list, because moving one cannot fail; a deque of libstdc++ allocates.
+  std::list<LedgerStep> history_;
 };
 
 }  // namespace sluice
