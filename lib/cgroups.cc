@@ -51,9 +51,9 @@ std::optional<Mount> parse_mount(std::string_view line, std::string_view control
   return Mount{unescaped(words[3]), unescaped(words[4])};
 }
 
-std::vector<Mount> mounts_of(const std::filesystem::path& root, std::string_view controller) {
+std::vector<Mount> mounts_of(const std::string& root, std::string_view controller) {
   std::vector<Mount> mounts;
-  const std::string text = system_text(root / "proc/self/mountinfo");
+  const std::string text = system_text(joined(root, "proc/self/mountinfo"));
   for (const std::string_view line : lines_of(text)) {
     if (const std::optional<Mount> mount = parse_mount(line, controller)) mounts.push_back(*mount);
   }
@@ -68,8 +68,8 @@ std::vector<Mount> mounts_of(const std::filesystem::path& root, std::string_view
 }
 
 // Lines are "4:cpu,cpuacct:/a/b" in v1 and "0::/a/b" in v2.
-std::string own_group(const std::filesystem::path& root, std::string_view controller) {
-  const std::string text = system_text(root / "proc/self/cgroup");
+std::string own_group(const std::string& root, std::string_view controller) {
+  const std::string text = system_text(joined(root, "proc/self/cgroup"));
   for (const std::string_view line : lines_of(text)) {
     const std::size_t first = line.find(':');
     const std::size_t second = first == line.npos ? first : line.find(':', first + 1);
@@ -95,17 +95,16 @@ std::optional<std::string> below(const std::string& group, const std::string& ab
 
 }  // namespace
 
-std::vector<Cgroup> cgroups_of_process(const std::filesystem::path& root,
-                                       std::string_view controller) {
+std::vector<Cgroup> cgroups_of_process(const std::string& root, std::string_view controller) {
   const std::string own = own_group(root, controller);
   std::vector<Cgroup> groups;
   for (const Mount& mount : mounts_of(root, controller)) {
-    const std::filesystem::path point = root / std::filesystem::path(mount.point).relative_path();
+    const std::string point = joined(root, mount.point);
     // The mount of another group is that of a container whose namespace begins elsewhere: the
     // process is in the mounted group or below it.
     std::string rest = below(own, mount.group).value_or("");
     while (true) {
-      Cgroup group = {point / std::filesystem::path(rest).relative_path(),
+      Cgroup group = {joined(point, rest),
                       mount.group == "/" && !rest.empty() ? rest : mount.group + rest};
       const bool is_new = std::none_of(groups.begin(), groups.end(), [&](const Cgroup& other) {
         return other.folder == group.folder;

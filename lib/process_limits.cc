@@ -17,15 +17,13 @@
 namespace sluice {
 namespace {
 
-using Path = std::filesystem::path;
-
 constexpr std::string_view kMemory = "memory";
 constexpr std::string_view kProcessors = "cpu";
 
 // cgroup v1 writes "no limit" as the largest multiple of a page. No machine has an EiB.
 constexpr std::uint64_t kNoLimit = std::uint64_t{1} << 60;
 
-std::optional<std::uint64_t> limit_in(const Path& file) {
+std::optional<std::uint64_t> limit_in(const std::string& file) {
   const std::string text = system_text(file);
   const std::vector<std::string_view> words = words_of(text);
   if (words.empty()) return std::nullopt;
@@ -56,9 +54,9 @@ constexpr MemoryFiles kFilesOfV2 = {kUnified, kLimitsOfV2, "memory.current", "in
 
 // Bytes that a group holds and cannot give back. Cached pages of files do not count, because the
 // kernel drops them when memory is needed. `resident`, the bytes of this process, if no file says.
-std::uint64_t used_in(const Path& folder, const MemoryFiles& files, std::string_view stat,
+std::uint64_t used_in(const std::string& folder, const MemoryFiles& files, std::string_view stat,
                       std::uint64_t resident) {
-  const std::string usage = system_text(folder / files.usage);
+  const std::string usage = system_text(joined(folder, files.usage));
   const std::vector<std::string_view> words = words_of(usage);
   const std::optional<std::uint64_t> used = words.empty() ? std::nullopt : number_of(words.front());
   if (!used) return resident;
@@ -69,17 +67,17 @@ std::uint64_t used_in(const Path& folder, const MemoryFiles& files, std::string_
   return left;
 }
 
-void add_cgroups(const Path& root, const MemoryFiles& files, std::uint64_t resident,
+void add_cgroups(const std::string& root, const MemoryFiles& files, std::uint64_t resident,
                  std::vector<MemoryLimit>& limits) {
   for (const Cgroup& group : cgroups_of_process(root, files.controller)) {
-    const std::string stat = system_text(group.folder / "memory.stat");
+    const std::string stat = system_text(joined(group.folder, "memory.stat"));
     const std::uint64_t used = used_in(group.folder, files, stat, resident);
     const auto add = [&](const std::string& file, std::optional<std::uint64_t> bytes) {
       if (!bytes || *bytes >= kNoLimit) return;
       limits.push_back({"the container's memory limit (" + file + " of " + group.name + ")", *bytes,
                         *bytes - std::min(*bytes, used), true});
     };
-    for (const char* const file : files.limits) add(file, limit_in(group.folder / file));
+    for (const char* const file : files.limits) add(file, limit_in(joined(group.folder, file)));
     // The limit of groups above that are not mounted here; v1 only.
     add("hierarchical_memory_limit", number_after(stat, "hierarchical_memory_limit"));
   }
@@ -98,8 +96,8 @@ void add_resource_limits(std::string_view limits_text, std::string_view status,
   add("Max data size", "the process's limit of data (RLIMIT_DATA, ulimit -d)", "VmData:");
 }
 
-void add_machine(const Path& root, ProcessLimits& limits) {
-  const std::string text = system_text(root / "proc/meminfo");
+void add_machine(const std::string& root, ProcessLimits& limits) {
+  const std::string text = system_text(joined(root, "proc/meminfo"));
   limits.machine_bytes = kib_after(text, "MemTotal:");
   if (limits.machine_bytes == 0 || !number_after(text, "MemAvailable:")) return;
   const std::uint64_t available = kib_after(text, "MemAvailable:");
@@ -146,7 +144,7 @@ std::optional<double> quota_of(std::string_view quota_word, std::string_view per
   return static_cast<double>(*quota) / static_cast<double>(*period);
 }
 
-void add_quotas(const Path& root, std::vector<ProcessorLimit>& limits) {
+void add_quotas(const std::string& root, std::vector<ProcessorLimit>& limits) {
   const auto add = [&](const char* file, const Cgroup& group, std::optional<double> quota) {
     if (quota) {
       limits.push_back(
@@ -157,13 +155,13 @@ void add_quotas(const Path& root, std::vector<ProcessorLimit>& limits) {
     return i < words.size() ? words[i] : std::string_view();
   };
   for (const Cgroup& group : cgroups_of_process(root, kUnified)) {
-    const std::string text = system_text(group.folder / "cpu.max");
+    const std::string text = system_text(joined(group.folder, "cpu.max"));
     const std::vector<std::string_view> words = words_of(text);
     add("cpu.max", group, quota_of(word(words, 0), word(words, 1)));
   }
   for (const Cgroup& group : cgroups_of_process(root, kProcessors)) {
-    const std::string quota = system_text(group.folder / "cpu.cfs_quota_us");
-    const std::string period = system_text(group.folder / "cpu.cfs_period_us");
+    const std::string quota = system_text(joined(group.folder, "cpu.cfs_quota_us"));
+    const std::string period = system_text(joined(group.folder, "cpu.cfs_period_us"));
     add("cpu.cfs_quota_us", group, quota_of(word(words_of(quota), 0), word(words_of(period), 0)));
   }
 }
@@ -176,13 +174,13 @@ int ProcessLimits::threads() const {
   return static_cast<int>(std::clamp(std::ceil(least), 1.0, kMost));
 }
 
-ProcessLimits process_limits(const Path& root) {
-  const std::string status = system_text(root / "proc/self/status");
+ProcessLimits process_limits(const std::string& root) {
+  const std::string status = system_text(joined(root, "proc/self/status"));
   ProcessLimits limits;
   const std::uint64_t resident = kib_after(status, "VmRSS:");
   add_cgroups(root, kFilesOfV2, resident, limits.memory);
   add_cgroups(root, kFilesOfV1, resident, limits.memory);
-  add_resource_limits(system_text(root / "proc/self/limits"), status, limits.memory);
+  add_resource_limits(system_text(joined(root, "proc/self/limits")), status, limits.memory);
   add_machine(root, limits);
   std::sort(limits.memory.begin(), limits.memory.end(),
             [](const MemoryLimit& a, const MemoryLimit& b) { return a.left < b.left; });

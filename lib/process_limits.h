@@ -2,7 +2,7 @@
 #pragma once
 
 #include <cstdint>
-#include <filesystem>
+#include <string>
 #include <vector>
 
 #include "sluice/topology.h"
@@ -22,7 +22,7 @@ struct ProcessLimits {
 // memory.limit_in_bytes), RLIMIT_AS, RLIMIT_DATA and free memory. Processors: the affinity mask and
 // the quotas of cgroups (cpu.max, cpu.cfs_quota_us). A limit that cannot be read or makes no sense
 // is ignored. `root` is the folder with proc and sys. Throws only std::bad_alloc.
-ProcessLimits process_limits(const std::filesystem::path& root = "/");
+ProcessLimits process_limits(const std::string& root = "/");
 
 enum class Counted : std::uint8_t {
   resident,  // memory that is already part of the process's address space

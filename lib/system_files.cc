@@ -23,7 +23,7 @@ std::vector<std::string_view> split(std::string_view text, std::string_view sepa
 
 }  // namespace
 
-std::string system_text(const std::filesystem::path& path) {
+std::string system_text(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   std::string text;
   constexpr std::size_t kStep = 4096;
@@ -34,6 +34,14 @@ std::string system_text(const std::filesystem::path& path) {
     text.resize(before + static_cast<std::size_t>(file.gcount()));
   }
   return text;
+}
+
+std::string joined(std::string_view folder, std::string_view name) {
+  while (folder.ends_with('/')) folder.remove_suffix(1);
+  while (name.starts_with('/')) name.remove_prefix(1);
+  std::string path(folder);
+  if (!name.empty()) path.append("/").append(name);
+  return path;
 }
 
 std::vector<std::string_view> words_of(std::string_view text) { return split(text, " \t\r\n"); }

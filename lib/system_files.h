@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <filesystem>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -11,7 +10,12 @@
 namespace sluice {
 
 // The text of a file, up to 4 MiB of it; empty if it cannot be read.
-std::string system_text(const std::filesystem::path& path);
+std::string system_text(const std::string& path);
+
+// `name` below `folder`, with one slash between them, or `folder` if the name is empty. Not a
+// std::filesystem::path, because libstdc++ 12 frees parts of one twice if memory runs out while it
+// is joined.
+std::string joined(std::string_view folder, std::string_view name);
 
 // Words between spaces, tabs and line breaks.
 std::vector<std::string_view> words_of(std::string_view text);

@@ -72,7 +72,7 @@ class Machine : public ::testing::Test {
               mounted + " /sys/fs/cgroup/cpu,cpuacct rw - cgroup cgroup rw,cpu,cpuacct\n");
   }
 
-  ProcessLimits read() const { return process_limits(root_.path()); }
+  ProcessLimits read() const { return process_limits(root_.path().string()); }
   MemoryLimit tightest() const { return read().memory.front(); }
   std::uint64_t left() const { return tightest().left / kMiB; }
   std::string source() const { return tightest().source; }
