@@ -125,18 +125,28 @@ void KvPool::settle() {
 
 std::int32_t KvPool::open() {
   const std::int32_t sequence = tables_.open();
-  forget_sums(sequence);
-  if (sparse_ != nullptr) sparse_->index().clear_values(sequence);
-  if (sparse_ != nullptr) sparse_->index().clear_bad(sequence);
+  try {
+    forget_sums(sequence);
+    if (sparse_ != nullptr) sparse_->index().clear_values(sequence);
+    if (sparse_ != nullptr) sparse_->index().clear_bad(sequence);
+  } catch (...) {
+    close(sequence);
+    throw;
+  }
   return sequence;
 }
 
 std::int32_t KvPool::fork(std::int32_t sequence) {
   const std::int32_t child = tables_.fork(sequence);
-  if (sparse_ != nullptr) sparse_->index().copy_values(sequence, child);
-  if (sparse_ != nullptr) sparse_->index().clear_bad(child);
-  if (listed_ != nullptr) listed_->copy(sequence, child);
-  publish();
+  try {
+    if (sparse_ != nullptr) sparse_->index().copy_values(sequence, child);
+    if (sparse_ != nullptr) sparse_->index().clear_bad(child);
+    if (listed_ != nullptr) listed_->copy(sequence, child);
+    publish();
+  } catch (...) {
+    close(child);
+    throw;
+  }
   return child;
 }
 
@@ -515,9 +525,18 @@ void KvPool::copy_above_disk(int layer, const BlockCopy& copy, Ledger& ledger) {
   queue_->copy(ops);
 }
 
-// Merges changes of neighbouring entries into one copy.
 void KvPool::publish() {
-  std::vector<BlockTables::Change> changes = tables_.take_changes();
+  const std::vector<BlockTables::Change> changes = tables_.take_changes();
+  try {
+    publish(changes);
+  } catch (...) {
+    tables_.change_all();
+    throw;
+  }
+}
+
+// Merges changes of neighbouring entries into one copy.
+void KvPool::publish(std::span<const BlockTables::Change> changes) {
   std::vector<BlockTables::Change> page_changes;
   std::vector<PageSlots> pages;
   pages.reserve(changes.size() * static_cast<std::size_t>(plan_.sets()));

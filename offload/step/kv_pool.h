@@ -213,6 +213,7 @@ class KvPool {
   bool restore_sums(int layer, std::int32_t sequence, std::int64_t length);
   void subtract_values(int layer, std::int32_t sequence, std::int64_t first, std::int64_t end);
   void publish();
+  void publish(std::span<const BlockTables::Change> changes);
   // The first entry of a set's page table, and of a table's tiles.
   std::int64_t table_of(int set) const { return set * plan_.sequences * plan_.layout->pages(); }
   std::int64_t tiles_of(int table) const {

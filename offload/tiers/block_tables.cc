@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <map>
+#include <new>
 #include <string>
 #include <utility>
 
@@ -25,13 +26,19 @@ std::vector<DeviceBlocks> device_blocks(const BlockLimits& limits) {
   return sets;
 }
 
+std::vector<SlotPool> tile_slots_of(const BlockLimits& limits) {
+  std::vector<SlotPool> pools;
+  for (int table = 0; table < limits.tables(); ++table) pools.emplace_back(limits.tiles);
+  return pools;
+}
+
 }  // namespace
 
 BlockTables::BlockTables(const BlockLimits& limits)
     : limits_(limits),
       blocks_(limits.blocks),
       device_(device_blocks(limits)),
-      tiles_(static_cast<std::size_t>(limits.tables()), SlotPool(limits.tiles)),
+      tiles_(tile_slots_of(limits)),
       sequences_(static_cast<std::size_t>(limits.sequences)) {
   check(limits.ragged_sets == 0 || limits.resident_blocks.size() == 1,
         "ragged tables share one pool of device slots");
@@ -64,15 +71,18 @@ std::int32_t BlockTables::open() {
                                        " sequences that were planned for are in use; end one of "
                                        "them or plan for more");
   }
+  lost_.reserve(lost_.size() +
+                static_cast<std::size_t>(limits_.sequences * limits_.tables()) * device_.size());
   *found = Sequence();
-  found->is_open = true;
   found->tables.resize(static_cast<std::size_t>(limits_.tables()));
+  found->is_open = true;
   return static_cast<std::int32_t>(found - sequences_.begin());
 }
 
 std::int32_t BlockTables::fork(std::int32_t sequence) {
+  Sequence copy = at(sequence);
   const std::int32_t child = open();
-  at(child) = at(sequence);
+  at(child) = std::move(copy);  // from here on nothing fails
   for (int table = 0; table < limits_.tables(); ++table) {
     const Place place = {child, table};
     const Table& to = at(place);
@@ -83,7 +93,7 @@ std::int32_t BlockTables::fork(std::int32_t sequence) {
       changed(place, static_cast<std::int64_t>(page));
     }
     for (std::size_t tile = 0; tile < to.tiles.size(); ++tile) {
-      changes_.push_back({child, table, static_cast<std::int64_t>(tile), true});
+      note({child, table, static_cast<std::int64_t>(tile), true});
     }
   }
   return child;
@@ -309,7 +319,7 @@ void BlockTables::own_tiles(const Place& place, std::int64_t first, std::int64_t
     } else {
       t.tiles.push_back(*own);
     }
-    changes_.push_back({place.sequence, place.table, static_cast<std::int64_t>(number), true});
+    note({place.sequence, place.table, static_cast<std::int64_t>(number), true});
   }
 }
 
@@ -382,11 +392,43 @@ std::int64_t BlockTables::resident_rows(std::int32_t sequence, std::int64_t rows
 }
 
 std::vector<LostSlot> BlockTables::take_lost_slots() {
-  std::vector<LostSlot> lost = std::exchange(lost_, {});
+  std::vector<LostSlot> lost = lost_;
+  lost_.clear();
   std::erase_if(lost, [&](const LostSlot& at) { return blocks_.references(at.block) == 0; });
   return lost;
 }
 
-std::vector<BlockTables::Change> BlockTables::take_changes() { return std::exchange(changes_, {}); }
+std::vector<BlockTables::Change> BlockTables::take_changes() {
+  if (!lacks_changes_) return std::exchange(changes_, {});
+  std::vector<Change> changes = all_places();
+  changes_.clear();
+  lacks_changes_ = false;
+  return changes;
+}
+
+void BlockTables::note(const Change& change) noexcept {
+  try {
+    changes_.push_back(change);
+  } catch (const std::bad_alloc&) {
+    lacks_changes_ = true;
+  }
+}
+
+std::vector<BlockTables::Change> BlockTables::all_places() const {
+  std::vector<Change> places;
+  for (std::int32_t sequence = 0; sequence < limits_.sequences; ++sequence) {
+    if (!is_open(sequence)) continue;
+    for (int table = 0; table < limits_.tables(); ++table) {
+      const Table& of = at(Place{sequence, table});
+      for (std::size_t page = 0; page < of.blocks.size(); ++page) {
+        places.push_back({sequence, table, static_cast<std::int64_t>(page), false});
+      }
+      for (std::size_t tile = 0; tile < of.tiles.size(); ++tile) {
+        places.push_back({sequence, table, static_cast<std::int64_t>(tile), true});
+      }
+    }
+  }
+  return places;
+}
 
 }  // namespace sluice

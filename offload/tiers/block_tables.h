@@ -144,6 +144,8 @@ class BlockTables {
     bool is_tile = false;
   };
   std::vector<Change> take_changes();
+  // Every entry counts as changed, because changes that were taken did not arrive.
+  void change_all() noexcept { lacks_changes_ = true; }
 
   // Slots lost since the last call by blocks that some sequence still has.
   std::vector<LostSlot> take_lost_slots();
@@ -208,9 +210,13 @@ class BlockTables {
   void pin(const Place& place, std::int64_t page);
   void unpin(const Place& place);
   void drop_block(std::int32_t block);
-  void changed(const Place& place, std::int64_t page) {
-    changes_.push_back({place.sequence, place.table, page, false});
+  // Notes a change, of a page that ends as well, so it does not fail where memory runs out: then
+  // everything counts as changed.
+  void note(const Change& change) noexcept;
+  void changed(const Place& place, std::int64_t page) noexcept {
+    note({place.sequence, place.table, page, false});
   }
+  std::vector<Change> all_places() const;
   // Notes a change of a block in the tables of all sequences that share it.
   void changed_for_all(std::int32_t block, int table, std::int64_t page);
 
@@ -220,7 +226,8 @@ class BlockTables {
   std::vector<SlotPool> tiles_;       // by table
   std::vector<Sequence> sequences_;
   std::vector<Change> changes_;
-  std::vector<LostSlot> lost_;
+  bool lacks_changes_ = false;  // some could not be noted
+  std::vector<LostSlot> lost_;  // has room for those of the sequences that end
 };
 
 }  // namespace sluice

@@ -1,10 +1,13 @@
 #include "offload/tiers/slot_pool.h"
 
+#include <utility>
+
 #include "lib/check.h"
 
 namespace sluice {
 
-SlotPool::SlotPool(std::int64_t slots) : references_(static_cast<std::size_t>(slots)) {
+SlotPool::SlotPool(std::int64_t slots)
+    : references_(static_cast<std::size_t>(slots)), taken_(static_cast<std::size_t>(slots)) {
   for (std::int32_t slot = 0; slot < static_cast<std::int32_t>(slots); ++slot) {
     free_.insert(free_.end(), slot);
   }
@@ -15,7 +18,7 @@ std::optional<std::int32_t> SlotPool::take(std::int32_t after) {
   if (found == free_.end()) found = free_.begin();
   if (found == free_.end()) return std::nullopt;
   const std::int32_t slot = *found;
-  free_.erase(found);
+  taken_[static_cast<std::size_t>(slot)] = free_.extract(found);
   references_[static_cast<std::size_t>(slot)] = 1;
   return slot;
 }
@@ -40,7 +43,7 @@ void SlotPool::share(std::int32_t slot) {
 bool SlotPool::release(std::int32_t slot) {
   check(references(slot) > 0, "releasing a slot that is free");
   if (--references_[static_cast<std::size_t>(slot)] > 0) return false;
-  free_.insert(slot);
+  free_.insert(std::move(taken_[static_cast<std::size_t>(slot)]));
   return true;
 }
 

@@ -20,7 +20,7 @@ class SlotPool {
   // The begin of the first run of `slots` free slots; if there is none, the first free slot.
   std::int32_t run_of(std::int64_t slots) const;
   void share(std::int32_t slot);
-  // Returns true if the slot is free now.
+  // Returns true if the slot is free now. Allocates nothing, since it is part of ending a session.
   bool release(std::int32_t slot);
 
   bool is_shared(std::int32_t slot) const { return references(slot) > 1; }
@@ -32,8 +32,11 @@ class SlotPool {
   std::int64_t used() const { return slots() - free(); }
 
  private:
+  using Slots = std::set<std::int32_t>;
+
   std::vector<std::int32_t> references_;
-  std::set<std::int32_t> free_;
+  Slots free_;
+  std::vector<Slots::node_type> taken_;  // by slot: its node while it is not free
 };
 
 }  // namespace sluice
