@@ -2,11 +2,11 @@
 
 #include <algorithm>
 #include <chrono>
-#include <new>
 #include <numeric>
 #include <string>
 
 #include "lib/check.h"
+#include "lib/current_error.h"
 #include "sluice/errors.h"
 
 namespace sluice {
@@ -17,17 +17,10 @@ namespace {
 constexpr std::uint64_t kLeastBytes = std::uint64_t{8} << 20;
 
 Error typed(const std::exception_ptr& failure) {
-  const std::string what = "attention on the host: ";
   try {
     std::rethrow_exception(failure);
-  } catch (const Error& error) {
-    return error;
-  } catch (const std::bad_alloc&) {
-    return Error(ErrorCode::memory, what + "this machine has no memory left");
-  } catch (const std::exception& error) {
-    return Error(ErrorCode::internal, what + error.what());
   } catch (...) {
-    return Error(ErrorCode::internal, what + "it failed");
+    return current_error("attention on the host: ");
   }
 }
 

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "lib/check.h"
+#include "lib/current_error.h"
 
 namespace sluice {
 namespace {
@@ -116,9 +117,10 @@ void DiskRows::end_fetch(const FetchWave& wave) {
 void DiskRows::run(const FetchWave& wave, Part part) noexcept {
   try {
     (this->*part)(wave);
-  } catch (const std::exception& error) {
+  } catch (...) {
+    const Error error = current_error();
     const std::lock_guard lock(mutex_);
-    give_up(wave, Error(ErrorCode::internal, error.what()));
+    give_up(wave, error);
   }
 }
 

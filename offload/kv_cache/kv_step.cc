@@ -1,8 +1,8 @@
 #include <algorithm>
-#include <exception>
 #include <string>
 #include <utility>
 
+#include "lib/current_error.h"
 #include "offload/kv_cache/kv_cache_impl.h"
 
 namespace sluice {
@@ -48,11 +48,10 @@ KvStep KvStep::Impl::begin(std::shared_ptr<KvCache::Impl> cache,
     } else {
       step->batch.emplace(sessions);
     }
-  } catch (const std::exception& exception) {
-    const auto* const error = dynamic_cast<const Error*>(&exception);
+  } catch (...) {
+    const Error error = current_error();
     for (const auto& sequence : step->sequences) {
-      if (!sequence->kv->in_step()) continue;
-      sequence->failure = error != nullptr ? *error : Error(ErrorCode::internal, exception.what());
+      if (sequence->kv->in_step()) sequence->failure = error;
     }
     throw;
   }
@@ -82,10 +81,8 @@ void KvStep::Impl::fail_all(const Error& error) {
 void KvStep::Impl::do_or_fail(const auto& work) {
   try {
     return work();
-  } catch (const Error& error) {
-    fail_all(error);
-  } catch (const std::exception& error) {
-    fail_all({ErrorCode::internal, error.what()});
+  } catch (...) {
+    fail_all(current_error());
   }
   // Waits, because issued work may still write to the caller's memory.
   try {
