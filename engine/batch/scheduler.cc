@@ -7,6 +7,7 @@
 #include <string>
 #include <utility>
 
+#include "lib/current_error.h"
 #include "sluice/errors.h"
 
 namespace sluice::batch {
@@ -62,6 +63,7 @@ Scheduler::Scheduler(Engine& engine, const BatcherOptions& options, Session root
       most_at_once_(static_cast<std::size_t>(
           std::min({root_.plan().chunk, std::int64_t{root_.plan().decode_batch}, kMostInStep}))),
       cache_(static_cast<std::size_t>(options.cached)) {
+  no_memory();
   publish(true);
 }
 
@@ -72,6 +74,7 @@ void Scheduler::submit(const std::shared_ptr<Job>& job) {
   }
   {
     const std::lock_guard lock(arrivals_mutex_);
+    arrivals_.reserve(arrivals_.size() + sequences.size());
     std::move(sequences.begin(), sequences.end(), std::back_inserter(arrivals_));
     left_ += job->request.choices;
   }
@@ -86,18 +89,36 @@ void Scheduler::stop() {
 }
 
 void Scheduler::run() {
-  while (true) {
-    take_arrivals();
-    end_cancelled();
-    admit();
-    const bool prompted = run_prompt();
-    const bool stepped = run_steps();
-    publish(false);
-    if (prompted || stepped || has_arrivals_) continue;
-    publish(true);
-    if (stops_ && left_ == 0) return;
-    wake_->wait(next_deadline());
+  for (bool goes_on = true; goes_on;) {
+    try {
+      goes_on = serve();
+    } catch (const std::bad_alloc&) {
+      end_all();
+    }
   }
+}
+
+bool Scheduler::serve() {
+  take_arrivals();
+  end_cancelled();
+  admit();
+  const bool prompted = run_prompt();
+  const bool stepped = run_steps();
+  publish(false);
+  if (prompted || stepped || has_arrivals_) return true;
+  publish(true);
+  if (stops_ && left_ == 0) return false;
+  wake_->wait(next_deadline());
+  return true;
+}
+
+// Ends all requests where memory ran out between their own work: what a round had in hand is in no
+// list any more, and ~Sequence has ended it. Requests that came meanwhile are served.
+void Scheduler::end_all() noexcept {
+  running_.clear();
+  waiting_.clear();
+  const std::lock_guard lock(arrivals_mutex_);
+  left_ = std::ssize(arrivals_);
 }
 
 void Scheduler::take_arrivals() {
@@ -153,7 +174,8 @@ void Scheduler::admit() {
     Admission admission = Admission::later;
     try {
       admission = admit(sequence);
-    } catch (const Error& error) {
+    } catch (...) {
+      const Error error = current_error();
       close_session(sequence);
       if (!loses_rows_first(sequence, error)) fail(sequence, error);
       i = 0;
@@ -448,7 +470,7 @@ bool Scheduler::guarded(Sequence& sequence, const std::function<void()>& work) {
       }
       if (!is_running(&sequence)) return false;
     } catch (const std::bad_alloc&) {
-      fail(sequence, Error(ErrorCode::memory, "this machine is out of memory"));
+      fail(sequence, no_memory());
       return false;
     } catch (const std::exception& error) {
       fail(sequence, Error(ErrorCode::usage, std::string("a callback threw: ") + error.what()));
@@ -483,7 +505,7 @@ void Scheduler::finish(Sequence& sequence, FinishReason reason) {
                      {tokens.begin(), tokens.end()},
                      PageHashes(tokens, taken->job().pages.kind())});
       }
-    } catch (const Error&) {  // NOLINT(bugprone-empty-catch): nothing is kept then
+    } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): nothing is kept then
     }
     taken->session.reset();
   }
@@ -511,6 +533,7 @@ void Scheduler::fail(Sequence& sequence, const Error& error) {
       }
       const std::unique_ptr<Sequence> ended = take_out(*list, (*list)[i].get());
       close_session(*ended);
+      ended->leave();
       --left_;
     }
   }
@@ -523,6 +546,13 @@ void Scheduler::fail(Sequence& sequence, const Error& error) {
 
 void Scheduler::publish(bool now) {
   if (!now && seconds_since(published_) < kPublishSeconds) return;
+  try {
+    publish();
+  } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): the next time, then
+  }
+}
+
+void Scheduler::publish() {
   published_ = Clock::now();
   TrafficSum traffic = ended_traffic_;
   std::vector<SequenceInfo> sequences;

@@ -46,6 +46,9 @@ class Scheduler {
     bool later = false;       // a longer one is being computed; wait for it
   };
 
+  // A round of the loop; false: there is nothing left to serve, and never will be.
+  bool serve();
+  void end_all() noexcept;
   void take_arrivals();
   void end_cancelled();
   void admit();
@@ -84,6 +87,7 @@ class Scheduler {
   bool guarded(Sequence& sequence, const std::function<void()>& work);
   void close_session(Sequence& sequence);
   void publish(bool now);
+  void publish();
   std::optional<Clock::time_point> next_deadline() const;
 
   Engine* engine_;

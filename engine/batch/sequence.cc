@@ -17,6 +17,11 @@ SamplingParams params_of(const Request& request, int choice) {
 
 }  // namespace
 
+const Error& no_memory() {
+  static const Error error(ErrorCode::memory, "this machine is out of memory");
+  return error;
+}
+
 Sequence::Sequence(std::shared_ptr<Job> job, int choice, const Tokenizer* tokenizer,
                    const ModelInfo& info)
     : job_(std::move(job)),
@@ -30,6 +35,10 @@ Sequence::Sequence(std::shared_ptr<Job> job, int choice, const Tokenizer* tokeni
   if (request().ignore_eos) return;
   ends_ = info.eos;
   ends_.insert(ends_.end(), request().end_tokens.begin(), request().end_tokens.end());
+}
+
+Sequence::~Sequence() {
+  if (!has_ended_) job_->out->fail(no_memory());
 }
 
 bool Sequence::before(const Sequence& other) const {
@@ -151,6 +160,7 @@ void Sequence::finish(FinishReason reason, Meter& meter) {
   meter.note_finish(*piece.finish);
   job_->out->change_usage([&](Usage& usage) { usage.seconds = seconds_since(job_->submitted); });
   job_->out->put(std::move(piece));
+  has_ended_ = true;
 }
 
 }  // namespace sluice::batch

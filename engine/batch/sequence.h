@@ -15,6 +15,7 @@
 #include "engine/speculation.h"
 #include "sluice/batcher.h"
 #include "sluice/engine.h"
+#include "sluice/errors.h"
 #include "sluice/sampler.h"
 
 namespace sluice::batch {
@@ -24,6 +25,9 @@ using Clock = std::chrono::steady_clock;
 inline double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
+
+// What ends requests where an allocation failed. Made once, because making it allocates.
+const Error& no_memory();
 
 // A request that was accepted.
 struct Job {
@@ -40,6 +44,10 @@ class Sequence {
  public:
   // `tokenizer` may be null: then there is no text.
   Sequence(std::shared_ptr<Job> job, int choice, const Tokenizer* tokenizer, const ModelInfo& info);
+  Sequence(const Sequence&) = delete;
+  Sequence& operator=(const Sequence&) = delete;
+  // Ends its request with no_memory() if nothing else has, so that no reader waits forever.
+  ~Sequence();
 
   Job& job() const { return *job_; }
   const Request& request() const { return job_->request; }
@@ -83,6 +91,8 @@ class Sequence {
 
   // Hands out the last piece.
   void finish(FinishReason reason, Meter& meter);
+  // Leaves it to others to end its request.
+  void leave() { has_ended_ = true; }
 
   bool is_cancelled() const { return job_->out->cancelled; }
   bool is_late() const { return request().deadline && Clock::now() >= *request().deadline; }
@@ -109,6 +119,7 @@ class Sequence {
   std::vector<ScoredToken> prompt_scores_;
   bool prompt_scored_ = false;
   std::optional<Clock::time_point> last_token_;
+  bool has_ended_ = false;
   std::unique_ptr<LookupDrafter> lookup_;  // from the first drafts on
   std::optional<Speculation> speculation_;
 };

@@ -9,8 +9,9 @@ void Stream::State::put(Piece piece) {
   {
     const std::lock_guard lock(mutex);
     if (error) return;
-    if (piece.finish) --open_choices;
+    const bool is_last = piece.finish.has_value();
     pieces.push_back(std::move(piece));
+    if (is_last) --open_choices;
   }
   changed.notify_all();
 }
