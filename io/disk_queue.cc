@@ -49,7 +49,7 @@ DiskQueue::DiskQueue(Disk& disk, const SectorCheck& sums, std::string name, Disk
   for (std::size_t slot = limits.depth; slot-- > 0;) free_.push_back(slot);
 }
 
-void DiskQueue::add(DiskRequest request) {
+void DiskQueue::add(DiskRequest&& request) {
   check(request.bytes <= kMaxOperationBytes && request.bytes % kSectorBytes == 0 &&
             request.offset % kSectorBytes == 0,
         "disk queue: no whole sectors");

@@ -66,7 +66,7 @@ class DiskQueue {
   DiskQueue(Disk& disk, const SectorCheck& sums, std::string name, DiskLimits limits,
             DiskWatch* watch = nullptr, std::string file = "the spill file");
 
-  void add(DiskRequest request);
+  void add(DiskRequest&& request);
   // Gives the disk what it has room for and finishes what it has done; with `wait`, sleeps until
   // something was done or Disk::wake(). Throws what Disk::retire() throws.
   void step(bool wait);

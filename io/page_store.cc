@@ -6,6 +6,7 @@
 #include <future>
 #include <iterator>
 #include <mutex>
+#include <new>
 #include <optional>
 #include <random>
 #include <system_error>
@@ -16,6 +17,7 @@
 #include "io/spill_file.h"
 #include "lib/bytes.h"
 #include "lib/check.h"
+#include "lib/current_error.h"
 
 namespace sluice {
 namespace {
@@ -115,10 +117,7 @@ class PageStore::Lane {
       }
     }
     if (wakes) disk_->wake();
-    for (const DiskRequest& request : requests) {
-      request.batch->fail(request.place, *dead_);
-      request.batch->finish_part();
-    }
+    for (const DiskRequest& request : requests) fail(request, *dead_);
   }
 
   const std::string& description() const { return description_; }
@@ -137,9 +136,20 @@ class PageStore::Lane {
       sleeps_ = true;
       if (stops_ && taken_.empty() && queue.idle()) return false;
     }
-    for (DiskRequest& request : taken_) queue.add(std::move(request));
+    for (DiskRequest& request : taken_) add_or_fail(queue, request);
     taken_.clear();
     return true;
+  }
+  static void add_or_fail(DiskQueue& queue, DiskRequest& request) {
+    try {
+      queue.add(std::move(request));
+    } catch (const std::bad_alloc&) {  // before anything was moved
+      fail(request, current_error());
+    }
+  }
+  static void fail(const DiskRequest& request, const Error& error) {
+    request.batch->fail(request.place, error);
+    request.batch->finish_part();
   }
 
   Name name_;

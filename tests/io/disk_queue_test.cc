@@ -129,7 +129,7 @@ class DiskQueueTest : public ::testing::Test {
       request.bytes = count * kSectorBytes;
       request.batch = batch;
       request.place = place;
-      queue_->add(request);
+      queue_->add(DiskRequest(request));
     }
     return Ticket(std::move(batch), *queue_);
   }
@@ -183,7 +183,7 @@ TEST_F(DiskQueueTest, MergesIntoScatteredMemoryUpToTheLimits) {
     request.data = memory_.sectors(100 + 2 * i, 1).data();
     request.bytes = kSectorBytes;
     request.batch = batch;
-    queue_->add(request);
+    queue_->add(DiskRequest(request));
   }
   Ticket ticket(batch, *queue_);
   queue_->step(false);
@@ -246,7 +246,7 @@ TEST_F(DiskQueueTest, ResumesAcrossBuffers) {
     request.data = memory_.sectors(10 * (i + 1), 1).data();
     request.bytes = kSectorBytes;
     request.batch = batch;
-    queue_->add(request);
+    queue_->add(DiskRequest(request));
   }
   Ticket ticket(batch, *queue_);
   queue_->step(false);
