@@ -8,8 +8,9 @@ namespace {
 // Traffic of decode steps and corrections so far, from a session's ledger.
 std::map<Movement, Traffic> counted(const Ledger& ledger) {
   std::map<Movement, Traffic> traffic;
-  for (const Tier from : {Tier::device, Tier::host}) {
-    for (const Tier to : {Tier::device, Tier::host}) {
+  constexpr Tier kTiers[] = {Tier::device, Tier::host, Tier::disk};
+  for (const Tier from : kTiers) {
+    for (const Tier to : kTiers) {
       for (int number = 0; number < kCauses; ++number) {
         const auto cause = static_cast<Cause>(number);
         Traffic sum = ledger.total(Phase::decode, from, to, cause);

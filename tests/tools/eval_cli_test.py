@@ -156,6 +156,20 @@ class Eval(unittest.TestCase):
         self.assertGreater(moved["4MiB"][0], (context - 128 - stretch) * token_bytes - (4 << 20))
         self.assertLess(moved["4MiB"][1], moved["4MiB"][0] / 2)
 
+    def test_bytes_from_a_disk_are_counted(self):
+        done = evaluate("--length", 6000, "--rounds", 1, "--tokens", 4, "--task", "perplexity",
+                        "--policy", "values", "--compute", "f32", "--kv-dtype", "f32",
+                        "--host-memory", "130MiB", "--disk", "/var/tmp", "--json", "-")  # fmt: skip
+        self.assertEqual(done.returncode, 0, done.stderr)
+        policies = self.policies_of(done)
+        read = {
+            name: sum(e["bytes_per_token"] for e in policy["traffic"] if e["from"] == "disk")
+            for name, policy in policies.items()
+        }
+        self.assertTrue(all(policy["plan"]["on_disk"] for policy in policies.values()))
+        self.assertGreater(read["dense"], 5 * read["values"])
+        self.assertGreater(read["values"], 0)
+
     def test_a_policy_moves_what_it_moves_alone(self):
         # A cap that holds a third of the rows: what a plan gives a policy decides what it moves.
         flags = ["--length", 1200, "--rounds", 1, "--tokens", 100, "--task", "agreement",
