@@ -157,9 +157,9 @@ class Eval(unittest.TestCase):
         self.assertLess(moved["4MiB"][1], moved["4MiB"][0] / 2)
 
     def test_bytes_from_a_disk_are_counted(self):
-        done = evaluate("--length", 6000, "--rounds", 1, "--tokens", 4, "--task", "perplexity",
+        done = evaluate("--length", 3000, "--rounds", 1, "--tokens", 4, "--task", "perplexity",
                         "--policy", "values", "--compute", "f32", "--kv-dtype", "f32",
-                        "--host-memory", "130MiB", "--disk", "/var/tmp", "--json", "-")  # fmt: skip
+                        "--host-memory", "78MiB", "--disk", "/var/tmp", "--json", "-")  # fmt: skip
         self.assertEqual(done.returncode, 0, done.stderr)
         policies = self.policies_of(done)
         read = {
