@@ -241,10 +241,11 @@ int run(const ChatFlags& flags) {
   ChatFormat format = ChatFormat::load(flags.model.model, engine.tokenizer());
   const ChatTurn probe;
   format.render(flags.system, std::span(&probe, 1));  // throws before the weights are loaded
-  flags.saved.require_savable(engine, wanted.context);
+  const std::int64_t context = wanted.context;
   const std::string& policy = planned ? planned->policy : flags.generation.policy;
   const Choice choice = choose_session(engine, policy, std::move(wanted));
   const Plan plan = engine.plan(choice.options);
+  flags.saved.require_savable(engine, context);  // last, because it makes the directory
   const bool on_terminal = ::isatty(STDIN_FILENO) != 0 && ::isatty(STDOUT_FILENO) != 0;
   print_error(void_sampling(flags.generation.sampling) +
               void_in_plan(flags.model, plan, choice.options.policies.front()));

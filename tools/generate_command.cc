@@ -374,7 +374,7 @@ int run(const GenerateFlags& flags, bool prompt_given) {
   wanted.decode_batch = flags.speculation.decode_batch();
   Speculation speculation(flags.speculation);
   speculation.open(flags.model, wanted.context, flags.quiet, config, engine);
-  flags.saved.require_savable(engine, wanted.context);
+  const std::int64_t context = wanted.context;
   const std::string& policy = planned ? planned->policy : generation.policy;
   const Choice choice = choose_session(engine, policy, std::move(wanted));
   const SessionOptions& options = choice.options;
@@ -382,6 +382,7 @@ int run(const GenerateFlags& flags, bool prompt_given) {
     throw Error(ErrorCode::usage, "--save-every: prefill=zipvl reads a prompt as a whole");
   }
   const Plan plan = engine.plan(options);
+  flags.saved.require_savable(engine, context);  // last, because it makes the directory
   if (!flags.quiet) print_error(plan_text(engine, plan, choice) + "\n");
   print_error(void_flags(flags, engine, plan, choice, prompt));
   const Loading loading = load(engine);

@@ -97,6 +97,12 @@ class Text(Folder):
         self.assertEqual(done.returncode, 4)
         self.assertEqual(done.stderr.count("\n"), 1, done.stderr)
 
+    def test_a_refused_run_makes_no_directory(self):
+        for flags in (["--host-memory", "1MiB"], ["--policy", "nonsense"]):
+            done = self.generate(1, "--save-session", self.saved, *flags)
+            self.assertIn(done.returncode, (2, 8), done.stderr)
+            self.assertFalse(self.saved.exists(), flags)
+
 
 class Prompts(Folder):
     """Prompts that were not read to their end."""
