@@ -54,6 +54,10 @@ void operator delete[](void* memory, std::size_t) noexcept { std::free(memory); 
 void operator delete(void* memory, const std::nothrow_t&) noexcept { std::free(memory); }
 void operator delete[](void* memory, const std::nothrow_t&) noexcept { std::free(memory); }
 
+// oneDNN loses objects where an allocation of its own fails.
+// NOLINTNEXTLINE(*-identifier*): AddressSanitizer asks for this name
+extern "C" const char* __lsan_default_suppressions() { return "leak:libdnnl"; }
+
 namespace sluice {
 namespace {
 

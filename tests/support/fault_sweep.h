@@ -44,7 +44,7 @@ inline std::int64_t fault_count(std::int64_t fallback) {
 }
 
 struct FaultSweep {
-  std::int64_t most = fault_count(30);  // faults, of as many calls as there are
+  std::int64_t most = fault_count(20);  // faults, of as many calls as there are
   std::uint64_t seed = 1;               // chooses the calls
   std::function<bool(ErrorCode)> allows = [](ErrorCode code) { return code == ErrorCode::memory; };
   std::function<void()> check_others = [] {};  // after every fault
