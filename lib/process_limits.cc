@@ -195,7 +195,8 @@ ProcessLimits process_limits(const std::string& root) {
 void require_memory(std::uint64_t bytes, Counted counted, const std::string& what,
                     const std::string& remedy) {
   for (const MemoryLimit& limit : process_limits().memory) {
-    const bool counts = limit.is_resident || counted == Counted::all;
+    const Counted other = limit.is_resident ? Counted::reserved : Counted::resident;
+    const bool counts = counted != other;
     if (!counts || bytes <= limit.left) continue;
     std::string message = what + " another " + format_bytes(bytes) + ", more than ";
     message += limit.source + ": " + format_bytes(limit.left) + " left; " + remedy;

@@ -26,7 +26,8 @@ ProcessLimits process_limits(const std::string& root = "/");
 
 enum class Counted : std::uint8_t {
   resident,  // memory that is already part of the process's address space
-  all        // memory and address space
+  reserved,  // address space, whether memory or not
+  all        // both
 };
 
 // Throws Error{memory} with the name of the limit if fewer than `bytes` are left under one that

@@ -342,6 +342,11 @@ TEST(RequireMemory, NamesTheLimitThatIsTooTight) {
     require_memory(std::uint64_t{1} << 59, Counted::resident, "the rows need", "have fewer");
   });
   require_memory(0, Counted::all, "nothing needs", "");
+  // Limits of memory do not concern address space.
+  for (const MemoryLimit& limit : process_limits().memory) {
+    if (!limit.is_resident) return;
+  }
+  require_memory(std::uint64_t{1} << 59, Counted::reserved, "stacks need", "have fewer");
 }
 
 }  // namespace
