@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "lib/check.h"
+#include "lib/process_limits.h"
 
 namespace sluice::cpu {
 namespace {
@@ -197,10 +198,21 @@ bool OneDnn::is_consecutive() {
   return whole == parts;
 }
 
+namespace {
+
+// oneDNN compiles a product for its shape, and does not notice that memory for the code is refused.
+void require_code_room() {
+  constexpr std::uint64_t kMost = std::uint64_t{16} << 20;
+  require_memory(kMost, Counted::reserved, "code of matrix products needs", "raise the limit");
+}
+
+}  // namespace
+
 const OneDnn::Primitive& OneDnn::primitive(const Shape& shape) {
   const std::lock_guard lock(mutex_);
   auto found = primitives_.find(shape);
   if (found == primitives_.end()) {
+    require_code_room();
     const SingleThreadedOpenMp single_threaded;
     found = primitives_.try_emplace(shape, describe(shape)).first;
     check(found->second.weights == layout(shape.inputs, shape.outputs),
