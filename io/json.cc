@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "io/file.h"
+#include "lib/process_limits.h"
 #include "lib/text.h"
 #include "sluice/errors.h"
 
@@ -175,6 +176,13 @@ Json parse_json(std::string text, const std::filesystem::path& path, std::string
 Json read_json_file(const std::filesystem::path& path, std::uint64_t max_bytes) {
   std::string text = read_text_file(path, max_bytes);
   require_not_lfs_pointer(path, text);
+  // Values take a multiple of their text, and where memory runs out a nlohmann::json that is
+  // destroyed ends the process.
+  constexpr std::size_t kMostPerByte = 32;
+  if (text.size() > (std::size_t{64} << 10)) {
+    require_memory(kMostPerByte * text.size(), Counted::all, path.string() + " needs",
+                   "raise the limit");
+  }
   return parse_json(std::move(text), path, "download it again");
 }
 
