@@ -1,12 +1,14 @@
 #include "tools/serve/server.h"
 
 #include <httplib.h>
+#include <sys/resource.h>
 
 #include <functional>
 #include <thread>
 #include <utility>
 
 #include "io/json.h"
+#include "lib/process_limits.h"
 #include "sluice/errors.h"
 #include "sluice/version.h"
 #include "tools/serve/fields.h"
@@ -321,8 +323,24 @@ void HttpServer::Impl::set_up() {
   });
 }
 
+namespace {
+
+// httplib ends the process where a thread of its pool cannot be started.
+void require_thread_room(int connections) {
+  rlimit stack = {};
+  constexpr rlim_t kUsual = rlim_t{8} << 20;
+  const bool is_known = ::getrlimit(RLIMIT_STACK, &stack) == 0 && stack.rlim_cur != RLIM_INFINITY;
+  const auto threads = static_cast<std::uint64_t>(connections);
+  require_memory(threads * (is_known ? stack.rlim_cur : kUsual), Counted::reserved,
+                 "the threads of " + std::to_string(connections) + " `connections` need",
+                 "have fewer, or raise the limit");
+}
+
+}  // namespace
+
 HttpServer::HttpServer(const ServerOptions& options, const ServedModel& served, Batcher& batcher)
     : impl_(std::make_unique<Impl>()) {
+  require_thread_room(options.connections);
   impl_->options = options;
   impl_->served = served;
   impl_->batcher = &batcher;
