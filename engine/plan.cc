@@ -20,6 +20,9 @@ namespace {
 // oneDNN's generated kernels and the library pages that the first step touches; measured as the
 // growth of the process beyond its allocations for the model and the memory of its threads.
 constexpr std::uint64_t kFirstUseBytes = std::uint64_t{8} << 20;
+// Address space that it reserves besides: stacks of threads, and room for the code of products
+// (cpu/dense/onednn.cc). With two threads 70 MiB.
+constexpr std::uint64_t kFirstUseSpace = std::uint64_t{80} << 20;
 
 std::uint64_t resident_now() {
   std::ifstream file("/proc/self/statm");
@@ -98,7 +101,10 @@ void require_host_memory(const Plan& plan, std::optional<std::uint64_t> host_cap
   const std::uint64_t needed = all - std::min(all, used) +
                                (plan.on_device ? 0 : beside_host_bytes(plan.kv)) + kFirstUseBytes +
                                plan.thread_bytes;
-  require_memory(needed, Counted::all, "the plan needs", "shorten the context, or raise the limit");
+  const std::string remedy = "shorten the context, or raise the limit";
+  require_memory(needed, Counted::all, "the plan needs", remedy);
+  if (plan.on_device) return;
+  require_memory(needed + kFirstUseSpace, Counted::reserved, "the plan needs", remedy);
 }
 
 std::uint64_t Plan::process_bytes() const {

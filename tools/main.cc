@@ -1,4 +1,6 @@
 #include <fcntl.h>
+#include <malloc.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
@@ -193,9 +195,20 @@ int run(int argc, const char* const* argv) {
   return fail(kUsageExit, "no command given (see sluice --help)");
 }
 
+// With a limit of address space all threads share one arena of the allocator: glibc reserves 64 MiB
+// for each, which plans do not count and which is missing then.
+void share_arena_under_limit() {
+  for (const int resource : {RLIMIT_AS, RLIMIT_DATA}) {
+    rlimit limit = {};
+    const bool is_set = ::getrlimit(resource, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY;
+    if (is_set) ::mallopt(M_ARENA_MAX, 1);
+  }
+}
+
 // Turns every error into one line and an exit code.
 int run_safely(int argc, const char* const* argv) {
   try {
+    share_arena_under_limit();
     occupy_closed_streams();
     std::signal(SIGXFSZ,
                 SIG_IGN);  // writing past the file size limit fails instead of ending the process

@@ -170,6 +170,32 @@ class Shells(unittest.TestCase):
         self.assertEqual((done.returncode, done.stdout), (8, ""), done.stderr)
         self.assertRegex(done.stderr, r"(?m)^sluice: the plan needs another .*\(RLIMIT_DATA, ulimit -d\): .* left")
 
+    def test_what_is_accepted_under_a_limit_of_address_space_runs(self):
+        works = False
+        for size in range(84, 340, 12):
+            def limit(size: int = size) -> None:
+                resource.setrlimit(resource.RLIMIT_AS, (size * MIB, size * MIB))
+
+            done = sluice("generate", "-m", MODEL, "-p", BOOK.read_text()[:1500], "-n", 2, "-q",
+                          "--threads", 2, preexec_fn=limit)  # fmt: skip
+            with self.subTest(mebibytes=size):
+                if done.returncode == 0:
+                    works = True
+                else:
+                    self.assertEqual((done.returncode, done.stdout), (8, ""), done.stderr)
+                    self.assertEqual(done.stderr.count("\n"), 1, done.stderr)
+                    self.assertFalse(works, "a smaller limit was enough")
+        self.assertTrue(works)
+
+    def test_a_server_has_room_for_the_threads_of_its_connections(self):
+        def limit() -> None:
+            resource.setrlimit(resource.RLIMIT_AS, (600 * MIB, 600 * MIB))
+
+        done = sluice("serve", "-m", MODEL, "--context", 512, "--running", 1, "--cached", 0, "--port", 0,
+                      "--connections", 200, preexec_fn=limit)  # fmt: skip
+        self.assertEqual((done.returncode, done.stdout), (8, ""), done.stderr)
+        self.assertRegex(done.stderr, r"(?m)^sluice: the threads of 200 --connections need another .*left; have fewer")
+
 
 class Threads(unittest.TestCase):
     # Few threads take what they took before; many are planned for, though not each has work on a small machine.
