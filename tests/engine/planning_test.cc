@@ -176,7 +176,9 @@ TEST(Planning, PrefersHostMemoryToADisk) {
   PlanWish wish = on_machine("qwen3-4b", "rtx4090", 131072);
   wish.disk = DiskConfig{{"/nvme"}, 200 * kGiB};
   wish.host_memory = 20 * kGiB;
-  EXPECT_FALSE(advise_quickly(wish).plan.kv.on_disk);
+  const AdvisedPlan in_memory = advise_quickly(wish);
+  EXPECT_FALSE(in_memory.plan.kv.on_disk);
+  EXPECT_TRUE(in_memory.settings.disk.has_value()) << "sessions of a server may need it";
   // The device and 8 GiB of host memory hold all rows between them, so none is read from the disk.
   wish.host_memory = 8 * kGiB;
   EXPECT_TRUE(advise_quickly(wish).plan.kv.on_disk);
