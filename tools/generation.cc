@@ -118,7 +118,7 @@ Choice choose_session(const Engine& engine, const std::string& policy, SessionOp
   if (fitting.refused != nullptr) {
     choice.fallback = "decoding " + (line.empty() ? "is dense" : "goes by the policy " + line) +
                       ", for the policy " + fitting.refused->policy +
-                      " does not fit: " + fitting.why;
+                      " does not fit: " + fitting.why->what();
   }
   return choice;
 }

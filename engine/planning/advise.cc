@@ -31,6 +31,12 @@ constexpr std::int64_t kLongPrompt = 131072;
 constexpr std::int64_t kMostContext = std::int64_t{1} << 25;
 constexpr std::int64_t kContextStep = 1024;
 
+// For models that no index is made for.
+const std::vector<planning::PolicyLoss>& dense_alone() {
+  static const std::vector<planning::PolicyLoss> dense = {{"dense", 0.0}};
+  return dense;
+}
+
 void validate(const PlanWish& wish) {
   const auto require = [](bool holds, const std::string& message) {
     if (!holds) throw Error(ErrorCode::usage, message);
@@ -145,7 +151,7 @@ class Chooser {
     return std::max(fits, low * kContextStep);
   }
 
-  const std::string& why() const { return why_; }
+  const Error& why() const { return *why_; }
   const PlanWish& wish() const { return wish_; }
 
  private:
@@ -170,7 +176,7 @@ class Chooser {
       made = open(formats);
     } catch (const Error& error) {
       if (error.code() != ErrorCode::unsupported && error.code() != ErrorCode::memory) throw;
-      if (why_.empty()) why_ = error.what();  // rather say what does not fit
+      if (!why_) why_ = error;  // rather say what does not fit
     }
     return made ? &*made : nullptr;
   }
@@ -230,12 +236,20 @@ class Chooser {
       }
       if (within.empty()) {
         // What does not fit says more.
-        if (why_.empty()) why_ = "every choice loses more than a `loss` of " + digits(limit);
+        if (!why_) {
+          why_ =
+              Error(ErrorCode::memory, "every choice loses more than a `loss` of " + digits(limit));
+        }
         continue;
       }
-      const std::string suffix = pages ? " " + sparse.setting : "";
-      planning::Fitting fitting =
-          planning::first_that_fits(engine, SessionOptions{context, {}, 1}, within, suffix);
+      std::string suffix = pages ? " " + sparse.setting : "";
+      const SessionOptions options = {context, {}, 1};
+      planning::Fitting fitting = planning::first_that_fits(engine, options, within, suffix);
+      const bool has_no_index = fitting.why && fitting.why->code() == ErrorCode::unsupported;
+      if (fitting.choice == nullptr && has_no_index && wish_.policy.empty()) {
+        suffix.clear();
+        fitting = planning::first_that_fits(engine, options, dense_alone());
+      }
       if (fitting.choice == nullptr) {
         why_ = fitting.why;
         continue;
@@ -261,7 +275,7 @@ class Chooser {
   std::unique_ptr<const CheckpointSource> source_;
   std::optional<PlannedGpu> gpu_;  // else the CPU of this machine
   std::map<std::tuple<int, int, int, bool>, std::optional<Engine>> engines_;
-  std::string why_;  // the last refusal
+  std::optional<Error> why_;  // the last refusal
 };
 
 StepBytes bytes_of(const Found& found) {
@@ -309,7 +323,7 @@ std::string rounded(double loss) { return digits(std::ceil(loss * 1e4 - 1e-6) / 
 // Names the nearest plans that do fit.
 [[noreturn]] void refuse(Chooser& chooser) {
   const PlanWish& wish = chooser.wish();
-  const std::string why = chooser.why();
+  const Error why = chooser.why();
   std::string nearest;
   const auto add = [&](const std::string& text) {
     nearest += (nearest.empty() ? "" : ", or ") + text;
@@ -332,8 +346,9 @@ std::string rounded(double loss) { return digits(std::ceil(loss * 1e4 - 1e-6) / 
         (found->formats.weights ? ", weights in " + to_string(*found->formats.weights) : "") +
         (wish.rows ? "" : ", rows in " + to_string(found->formats.rows)));
   }
+  if (nearest.empty() && why.code() == ErrorCode::unsupported) throw Error(why);
   throw Error(ErrorCode::memory,
-              std::to_string(wish.context) + " tokens do not fit: " + why +
+              std::to_string(wish.context) + " tokens do not fit: " + why.what() +
                   (nearest.empty() ? "; nothing near does" : "; what fits: " + nearest));
 }
 

@@ -76,8 +76,11 @@ Fitting first_that_fits(const Engine& engine, SessionOptions options,
       return fitting;
     } catch (const Error& error) {
       if (error.code() != ErrorCode::memory && error.code() != ErrorCode::unsupported) throw;
+      const bool says_less = error.code() == ErrorCode::unsupported && fitting.why &&
+                             fitting.why->code() == ErrorCode::memory;
+      if (says_less) continue;
       fitting.refused = &choice;
-      fitting.why = error.what();
+      fitting.why = error;
     }
   }
   return fitting;

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "sluice/engine.h"
+#include "sluice/errors.h"
 #include "sluice/row_format.h"
 #include "sluice/weight_format.h"
 
@@ -37,8 +38,10 @@ double prefill_loss(const Policy& policy);
 struct Fitting {
   const PolicyLoss* choice = nullptr;  // null: none fits
   std::optional<Plan> plan = std::nullopt;
-  const PolicyLoss* refused = nullptr;  // the last before it that does not fit
-  std::string why;
+  // The last before it that does not fit; one that the model or device does not take only if there
+  // is no other.
+  const PolicyLoss* refused = nullptr;
+  std::optional<Error> why = std::nullopt;  // it is refused
 };
 // `suffix` is put behind each line.
 Fitting first_that_fits(const Engine& engine, SessionOptions options,

@@ -120,6 +120,20 @@ class Plans(unittest.TestCase):
             with self.subTest(mention):
                 self.refused(sluice("plan", *arguments), code, mention)
 
+    def test_a_head_dim_without_an_index_or_without_kernels(self):
+        config = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
+                  "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 1000,
+                  "max_position_embeddings": 8192}  # fmt: skip
+        with tempfile.TemporaryDirectory() as folder:
+            shape = Path(folder) / "config.json"
+            shape.write_text(json.dumps(config | {"head_dim": 18}))
+            done = sluice("plan", "--shape", shape, "--device", "cpu", "--context", "8K")
+            self.assertEqual(done.returncode, 0, done.stderr)
+            self.assertRegex(done.stdout, r"(?m)^ +policy +select=dense$")
+            shape.write_text(json.dumps(config | {"head_dim": 40}))
+            done = sluice("plan", "--shape", shape, "--machine", "rtx4090", "--context", "8K")
+            self.refused(done, 5, "no attention for head_dim 40")
+
     def test_limits_of_the_process_count_here_but_not_elsewhere(self):
         def limit():
             resource.setrlimit(resource.RLIMIT_DATA, (1 << 30, 1 << 30))
