@@ -75,7 +75,7 @@ EngineConfig threaded(const RandomCheckpoint& model) {
   return config;
 }
 
-// A prompt, decoded tokens, a fork, a step of both, and what is left behind a cut, in the memory of
+// A prompt, decoded tokens, a fork, a step of both, a cut and one more token, in the memory of
 // `root`.
 Logits answers_of(Engine& engine, Session& root) {
   Session session = root.sibling();
