@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "io/json.h"
+#include "lib/current_error.h"
 #include "lib/process_limits.h"
 #include "sluice/errors.h"
 #include "sluice/version.h"
@@ -264,10 +265,9 @@ httplib::Server::Handler HttpServer::Impl::guarded(
       if (refuses)
         return set_error(response, {503, "server_error", ""}, "the server is shutting down");
       handle(request, response);
-    } catch (const Error& error) {
+    } catch (...) {
+      const Error error = current_error();
       set_error(response, fault_of(error.code()), error.what());
-    } catch (const std::exception& error) {
-      set_error(response, {500, "server_error", ""}, error.what());
     }
   };
 }
