@@ -172,7 +172,7 @@ class Shells(unittest.TestCase):
 
     def test_what_is_accepted_under_a_limit_of_address_space_runs(self):
         works = False
-        for size in range(84, 340, 12):
+        for size in range(120, 420, 14):
             def limit(size: int = size) -> None:
                 resource.setrlimit(resource.RLIMIT_AS, (size * MIB, size * MIB))
 
