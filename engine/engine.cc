@@ -388,7 +388,7 @@ std::optional<std::uint64_t> Engine::Impl::host_room(const Plan& plan,
 
 void Engine::Impl::require_host(const Plan& plan, const SessionOptions& options) const {
   require_host_memory(plan, config.host_memory, promised_host_bytes,
-                      backend->account(Tier::host).used(), !is_elsewhere);
+                      backend->account(Tier::host).used(), backend->info().threads, !is_elsewhere);
   if (!options.host_memory || plan.session_host_bytes() <= *options.host_memory) return;
   throw Error(ErrorCode::memory, "the session takes " + format_bytes(plan.session_host_bytes()) +
                                      " of host memory, more than its cap of " +

@@ -20,9 +20,13 @@ namespace {
 // oneDNN's generated kernels and the library pages that the first step touches; measured as the
 // growth of the process beyond its allocations for the model and the memory of its threads.
 constexpr std::uint64_t kFirstUseBytes = std::uint64_t{8} << 20;
-// Address space that it reserves besides: stacks of threads, and room for the code of products
-// (cpu/dense/onednn.cc). With two threads 70 MiB.
-constexpr std::uint64_t kFirstUseSpace = std::uint64_t{80} << 20;
+
+// Address space that the first step reserves besides: stacks of threads, and room for libraries and
+// the code of products (cpu/dense/onednn.cc). With two threads it takes 70 MiB, with 16 another 68.
+std::uint64_t first_use_space(int threads) {
+  constexpr std::uint64_t kMiB = std::uint64_t{1} << 20;
+  return 68 * kMiB + static_cast<std::uint64_t>(threads) * 6 * kMiB;
+}
 
 std::uint64_t resident_now() {
   std::ifstream file("/proc/self/statm");
@@ -80,7 +84,7 @@ std::uint64_t beside_host_bytes(const KvPlan& kv) {
 std::uint64_t program_bytes() { return resident_now() + kFirstUseBytes; }
 
 void require_host_memory(const Plan& plan, std::optional<std::uint64_t> host_cap,
-                         std::uint64_t promised, std::uint64_t used, bool is_here) {
+                         std::uint64_t promised, std::uint64_t used, int threads, bool is_here) {
   const std::uint64_t running = plan.host_bytes() + promised;
   const std::uint64_t all = std::max(running, plan.loading_peak_bytes);
   if (host_cap && all > *host_cap) {
@@ -104,7 +108,7 @@ void require_host_memory(const Plan& plan, std::optional<std::uint64_t> host_cap
   const std::string remedy = "shorten the context, or raise the limit";
   require_memory(needed, Counted::all, "the plan needs", remedy);
   if (plan.on_device) return;
-  require_memory(needed + kFirstUseSpace, Counted::reserved, "the plan needs", remedy);
+  require_memory(needed + first_use_space(threads), Counted::reserved, "the plan needs", remedy);
 }
 
 std::uint64_t Plan::process_bytes() const {

@@ -14,8 +14,8 @@ std::uint64_t program_bytes();
 
 // Throws Error{memory} if the plan and the `promised` bytes of other sessions exceed `host_cap`,
 // or, for a plan of this process (`is_here`), if the bytes it needs beyond the `used` ones exceed
-// what a limit of the process leaves (lib/process_limits.h).
+// what a limit of the process leaves (lib/process_limits.h). `threads` compute.
 void require_host_memory(const Plan& plan, std::optional<std::uint64_t> host_cap,
-                         std::uint64_t promised, std::uint64_t used, bool is_here);
+                         std::uint64_t promised, std::uint64_t used, int threads, bool is_here);
 
 }  // namespace sluice

@@ -63,7 +63,7 @@ Scheduler::Scheduler(Engine& engine, const BatcherOptions& options, Session root
       most_at_once_(static_cast<std::size_t>(
           std::min({root_.plan().chunk, std::int64_t{root_.plan().decode_batch}, kMostInStep}))),
       cache_(static_cast<std::size_t>(options.cached)) {
-  no_memory();
+  no_memory();  // makes it while there is memory
   publish(true);
 }
 
