@@ -358,8 +358,7 @@ def draw(sluice: Sluice, file: Path) -> None:
         model = "Qwen2.5 7B" if plan["model"]["layers"] == 28 else f"{plan['model']['layers']} layers"
         disk = ", rows above a disk" if "--disk" in measured.plan else ""
         label = f"{measured.name.split(',')[0]}, {model}, {flag(measured.plan, '--weights')}{disk}"
-        context = int(measured.plan[measured.plan.index("--context") + 1].replace("1M", "1048576"))
-        point = (context, measured.step, 1e3 * plan["predicted"]["step_seconds"])
+        point = (plan["context"], measured.step, 1e3 * plan["predicted"]["step_seconds"])
         series.setdefault(label, []).append(point)
     plt.rcParams["svg.hashsalt"] = "sluice"  # the same file from the same numbers
     figure, axes = plt.subplots(figsize=(8, 5))
