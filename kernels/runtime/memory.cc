@@ -69,16 +69,22 @@ std::byte* CudaMemory::take(Tier tier, std::size_t bytes) {
     const cudaError_t status =
         cudaHostAlloc(&data, bytes, cudaHostAllocMapped | cudaHostAllocPortable);
     if (status != cudaSuccess) throw_no_memory(tier, bytes, status);
-    std::memset(data, 0, bytes);
+    PinnedBlock owner(data);
     host_runs_.add(static_cast<std::byte*>(data), bytes);
-    return static_cast<std::byte*>(data);
+    std::memset(data, 0, bytes);
+    return static_cast<std::byte*>(owner.release());
   }
   const cudaError_t status = cudaMallocFromPoolAsync(&data, bytes, pool_.get(), stream_);
   if (status != cudaSuccess) throw_no_memory(tier, bytes, status);
-  require(cudaMemsetAsync(data, 0, bytes, stream_), "zeroing device memory");
-  // Queues may use it at once.
-  require(cudaStreamSynchronize(stream_), "zeroing device memory");
-  device_runs_.add(static_cast<std::byte*>(data), bytes);
+  try {
+    require(cudaMemsetAsync(data, 0, bytes, stream_), "zeroing device memory");
+    // Queues may use it at once.
+    require(cudaStreamSynchronize(stream_), "zeroing device memory");
+    device_runs_.add(static_cast<std::byte*>(data), bytes);
+  } catch (...) {
+    static_cast<void>(cudaFreeAsync(data, stream_));
+    throw;
+  }
   return static_cast<std::byte*>(data);
 }
 
@@ -105,7 +111,12 @@ void CudaMemory::register_host(std::byte* data, std::size_t bytes) {
                     "); shorten `context`, free memory or raise the limit on locked memory "
                     "(ulimit -l)");
   }
-  host_runs_.add(data, bytes);
+  try {
+    host_runs_.add(data, bytes);
+  } catch (...) {
+    static_cast<void>(cudaHostUnregister(data));
+    throw;
+  }
 }
 
 void CudaMemory::unregister_host(std::byte* data) noexcept {

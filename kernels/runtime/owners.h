@@ -26,6 +26,8 @@ class Owner {
   }
 
   Handle get() const { return handle_; }
+  // Leaves the handle to the caller.
+  Handle release() { return std::exchange(handle_, Handle()); }
 
  private:
   Handle handle_ = Handle();

@@ -19,9 +19,9 @@ class GraphRecording : public Recording {
   void make(cudaGraph_t graph) {
     std::size_t nodes = 0;
     require(cudaGraphGetNodes(graph, nullptr, &nodes), "the nodes of a graph");
+    all_->used.push_front(this);
     all_->nodes += nodes;
     nodes_ = nodes;
-    all_->used.push_front(this);
     while (all_->nodes > Recorder::kMostNodes && all_->used.size() > 1) all_->used.back()->drop();
     cudaGraphExec_t exec = nullptr;
     const cudaError_t status = cudaGraphInstantiate(&exec, graph, 0);
