@@ -112,12 +112,12 @@ CudaBackend::CudaBackend(const CudaOptions& options)
 
 // Destructors wait for this device, whatever device the thread used before.
 CudaBackend::~CudaBackend() {
-  static_cast<void>(cudaSetDevice(ordinal_));
-  static_cast<void>(cudaDeviceSynchronize());
+  ignore(cudaSetDevice(ordinal_));
+  ignore(cudaDeviceSynchronize());
 }
 
 void CudaBackend::unregister_host(std::byte* data) noexcept {
-  static_cast<void>(cudaSetDevice(ordinal_));
+  ignore(cudaSetDevice(ordinal_));
   memory_.unregister_host(data);
 }
 
@@ -136,7 +136,7 @@ std::byte* CudaBackend::take(Tier tier, std::size_t bytes) {
 
 void CudaBackend::give_back(Tier tier, std::byte* data, std::size_t bytes) noexcept {
   check(recording == 0, "memory given back by work that is recorded");
-  static_cast<void>(cudaSetDevice(ordinal_));
+  ignore(cudaSetDevice(ordinal_));
   memory_.give_back(tier, data, bytes);
 }
 

@@ -57,8 +57,8 @@ CudaQueue::CudaQueue(CudaBackend& backend, const QueueOptions& options)
 CudaQueue::~CudaQueue() {
   if (!has_backend() && side_) side_->charge.forget();
   if (has_backend()) {
-    if (side_) static_cast<void>(cudaStreamSynchronize(side_->workspace.launch().stream));
-    static_cast<void>(cudaStreamSynchronize(workspace_.launch().stream));
+    if (side_) ignore(cudaStreamSynchronize(side_->workspace.launch().stream));
+    ignore(cudaStreamSynchronize(workspace_.launch().stream));
   } else {
     device_charge_.forget();
     host_charge_.forget();
@@ -291,7 +291,7 @@ void CudaQueue::branch(int number, const std::function<void()>& issue) {
     fence(launch());
     issue();
   } catch (...) {
-    static_cast<void>(end());  // what was issued is under way, and joined before the next step
+    ignore(end());  // what was issued is under way, and joined before the next step
     throw;
   }
   require(end(), "an event");

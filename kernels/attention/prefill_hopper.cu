@@ -356,7 +356,7 @@ EncodeTiled find_encoder() {
   cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
   const cudaError_t status = cudaGetDriverEntryPointByVersion(
       "cuTensorMapEncodeTiled", &function, kFirstVersion, cudaEnableDefault, &result);
-  if (status != cudaSuccess) static_cast<void>(cudaGetLastError());
+  ignore(status);
   if (status != cudaSuccess || result != cudaDriverEntryPointSuccess) return nullptr;
   return reinterpret_cast<EncodeTiled>(function);
 }
@@ -394,7 +394,7 @@ bool kernel_exists() {
   static const bool exists = [] {
     cudaFuncAttributes attributes;
     const cudaError_t status = cudaFuncGetAttributes(&attributes, prefill_hopper<T, kHeadDim>);
-    if (status != cudaSuccess) static_cast<void>(cudaGetLastError());
+    ignore(status);
     return status == cudaSuccess && attributes.numRegs > kRegistersOfCode;
   }();
   return exists;

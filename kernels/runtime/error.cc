@@ -50,8 +50,7 @@ bool is_sticky(cudaError_t status) {
 
 void require(cudaError_t status, const char* what) {
   if (status == cudaSuccess) return;
-  // Errors that are not sticky would otherwise be reported again by the next launch.
-  static_cast<void>(cudaGetLastError());
+  ignore(status);
   std::string message = std::string("CUDA: ") + what + ": " + cudaGetErrorString(status);
   if (is_sticky(status)) {
     message += "; the device cannot be used any more by this process: start it again";
@@ -60,6 +59,10 @@ void require(cudaError_t status, const char* what) {
     message += "; look at the device and its driver (nvidia-smi), or use `device` cpu";
   }
   throw Error(code_of(status), message);
+}
+
+void ignore(cudaError_t status) noexcept {
+  if (status != cudaSuccess) static_cast<void>(cudaGetLastError());
 }
 
 void require_launch(const char* kernel) { require(cudaGetLastError(), kernel); }

@@ -13,6 +13,10 @@ void require(cudaError_t status, const char* what);
 // The same for the launch that just happened.
 void require_launch(const char* kernel);
 
+// For callers that cannot throw. Without it, the next launch would report the error as its own, one
+// of Sluice or of the program that it is part of.
+void ignore(cudaError_t status) noexcept;
+
 // Returns true if no further call can succeed in this process.
 bool is_sticky(cudaError_t status);
 

@@ -23,7 +23,7 @@ PoolOwner make_pool(int ordinal) {
 }
 
 [[noreturn]] void throw_no_memory(Tier tier, std::size_t bytes, cudaError_t status) {
-  static_cast<void>(cudaGetLastError());
+  ignore(status);
   const std::string name(to_string(tier));
   throw Error(ErrorCode::memory, "the " + name + " has no " + format_bytes(bytes) + " left (" +
                                      cudaGetErrorString(status) + "); lower `" + name +
@@ -82,7 +82,7 @@ std::byte* CudaMemory::take(Tier tier, std::size_t bytes) {
     require(cudaStreamSynchronize(stream_), "zeroing device memory");
     device_runs_.add(static_cast<std::byte*>(data), bytes);
   } catch (...) {
-    static_cast<void>(cudaFreeAsync(data, stream_));
+    ignore(cudaFreeAsync(data, stream_));
     throw;
   }
   return static_cast<std::byte*>(data);
@@ -90,13 +90,13 @@ std::byte* CudaMemory::take(Tier tier, std::size_t bytes) {
 
 void CudaMemory::give_back(Tier tier, std::byte* data, std::size_t /*bytes*/) noexcept {
   // Waits because other streams may still read it; owners end rarely, so this costs nothing.
-  static_cast<void>(cudaDeviceSynchronize());
+  ignore(cudaDeviceSynchronize());
   if (tier == Tier::host) {
     host_runs_.remove(data);
-    static_cast<void>(cudaFreeHost(data));
+    ignore(cudaFreeHost(data));
   } else {
     device_runs_.remove(data);
-    static_cast<void>(cudaFreeAsync(data, stream_));
+    ignore(cudaFreeAsync(data, stream_));
   }
 }
 
@@ -104,7 +104,7 @@ void CudaMemory::register_host(std::byte* data, std::size_t bytes) {
   const cudaError_t status =
       cudaHostRegister(data, bytes, cudaHostRegisterMapped | cudaHostRegisterPortable);
   if (status != cudaSuccess) {
-    static_cast<void>(cudaGetLastError());
+    ignore(status);
     throw Error(is_sticky(status) ? ErrorCode::internal : ErrorCode::memory,
                 "this machine refused to pin " + format_bytes(bytes) +
                     " of host memory for the device (" + cudaGetErrorString(status) +
@@ -114,15 +114,15 @@ void CudaMemory::register_host(std::byte* data, std::size_t bytes) {
   try {
     host_runs_.add(data, bytes);
   } catch (...) {
-    static_cast<void>(cudaHostUnregister(data));
+    ignore(cudaHostUnregister(data));
     throw;
   }
 }
 
 void CudaMemory::unregister_host(std::byte* data) noexcept {
-  static_cast<void>(cudaDeviceSynchronize());
+  ignore(cudaDeviceSynchronize());
   host_runs_.remove(data);
-  static_cast<void>(cudaHostUnregister(data));
+  ignore(cudaHostUnregister(data));
 }
 
 }  // namespace sluice::cuda

@@ -6,6 +6,8 @@
 #include <cstddef>
 #include <utility>
 
+#include "kernels/runtime/error.h"
+
 namespace sluice::cuda {
 
 // Owns a handle that destroy() frees.
@@ -22,7 +24,7 @@ class Owner {
   Owner(const Owner&) = delete;
   Owner& operator=(const Owner&) = delete;
   ~Owner() {
-    if (handle_ != Handle()) static_cast<void>(destroy(handle_));
+    if (handle_ != Handle()) ignore(destroy(handle_));
   }
 
   Handle get() const { return handle_; }

@@ -71,8 +71,7 @@ GraphOwner Recorder::record(const std::function<void()>& issue) {
   try {
     issue();
   } catch (...) {
-    static_cast<void>(end(graph));
-    static_cast<void>(cudaGetLastError());
+    ignore(end(graph));
     throw;
   }
   require(end(graph), "recording a step");
