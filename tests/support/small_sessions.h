@@ -55,7 +55,7 @@ inline bool has_plan(const Engine& engine, const SessionOptions& options, bool o
 // Caps close to the smallest under which there is a plan, with rows on disk or without.
 inline SessionOptions tightly(const Engine& engine, SessionOptions options, bool on_disk) {
   constexpr std::uint64_t kLeast = 256 << 10;
-  constexpr std::uint64_t kMost = 64 << 20;
+  constexpr std::uint64_t kMost = 128 << 20;
   // On disk: enough rows that the read buffers take less memory than the rows would.
   if (on_disk) options.context = 20 * kSmallContext;
   for (std::uint64_t host = on_disk ? kLeast : kMost; host <= kMost; host += host / 4) {
