@@ -55,15 +55,18 @@ bool fits(const SelectCall& c, int blocks, const DeviceLimits& device) {
 }
 
 // Blocks per KV head, or 0 if none fit. As many as have enough work: fewer take longer to read
-// their entries, more take longer to exchange results.
+// their entries, more take longer to exchange results. Heads that do not all run at once have as
+// few as hold their logits.
 int blocks_of(const SelectCall& c, const DeviceLimits& device) {
   constexpr std::int64_t kWorth = 16384;  // logits per block that are worth a block
   // Less than all, because clusters leave a few multiprocessors of each part of the device unused.
-  const std::int64_t most = std::min<std::int64_t>(
-      device.multiprocessors * 7 / 8 / std::max(c.head_count, 1), most_blocks_of(device));
+  const std::int64_t at_once = device.multiprocessors * 7 / 8;
+  const std::int64_t in_two_turns = 2 * device.multiprocessors;
+  const std::int64_t heads = c.head_count;
   const std::int64_t work = std::int64_t{c.entries} * c.group;
   int found = 0;
-  for (int blocks = 4; blocks <= most; blocks *= 2) {
+  for (int blocks = heads * 4 <= at_once ? 4 : 2; blocks <= most_blocks_of(device); blocks *= 2) {
+    if (heads * blocks > (found > 0 ? at_once : in_two_turns)) break;
     if (!fits(c, blocks, device)) continue;
     found = blocks;
     if (work <= blocks * kWorth) break;
