@@ -39,10 +39,10 @@
 //   chain              chain.cuh       everything else, for as many heads at a time as scratch
 //                                      allows
 //
-// top_k and small take few logits (16384 per head) or many heads (half the number of
-// multiprocessors), because a few long rows run faster divided among blocks. Clusters need compute
-// capability 9.0 and take up to 8 query heads. Few are kept if k or the cap, times the query heads,
-// is at most 4096.
+// top_k and small take few logits (16384 per head, 65536 without clusters) or many heads (half the
+// number of multiprocessors), because a few long rows run faster divided among blocks. Clusters
+// need compute capability 9.0 and take up to 8 query heads. Few are kept if k or the cap, times the
+// query heads, is at most 4096.
 //
 // All ways: floats are added in a fixed order, or as integers, so results do not depend on timing;
 // logits stay as they are; only the chain uses scratch and counters; nothing checks the capacity of

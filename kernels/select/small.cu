@@ -851,7 +851,9 @@ bool fits_small(const SelectCall& call, const DeviceLimits& device) {
   // Several blocks per multiprocessor hide each other's waits; a few long rows run faster divided
   // among blocks.
   const std::int64_t work = std::int64_t{call.entries} * call.group;
-  return work <= 16384 || call.head_count >= device.multiprocessors / 2;
+  // From there on clusters are faster, or the chain.
+  const std::int64_t few = device.capability < 90 ? 65536 : 16384;
+  return work <= few || call.head_count >= device.multiprocessors / 2;
 }
 
 void run_small(const SelectCall& call, const Launch& launch) {
