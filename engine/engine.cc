@@ -374,16 +374,15 @@ KvRequest Engine::Impl::kv_request(const SessionOptions& options, int chunk,
   return request;
 }
 
-std::optional<std::uint64_t> Engine::Impl::host_room(const Plan& plan,
-                                                     const SessionOptions& options) const {
-  std::optional<std::uint64_t> room;
-  const auto limit = [&](std::uint64_t cap, std::uint64_t taken) {
-    const std::uint64_t left = cap - std::min(cap, taken);
-    room = std::min(room.value_or(left), left);
+std::optional<HostRoom> Engine::Impl::host_room(const Plan& plan,
+                                                const SessionOptions& options) const {
+  std::optional<HostRoom> tightest;
+  const auto limit = [&](const HostRoom& room) {
+    if (!tightest || room.left() < tightest->left()) tightest = room;
   };
-  if (config.host_memory) limit(*config.host_memory, plan.host_bytes() + promised_host_bytes);
-  if (options.host_memory) limit(*options.host_memory, plan.session_host_bytes());
-  return room;
+  if (config.host_memory) limit({*config.host_memory, plan.host_bytes() + promised_host_bytes});
+  if (options.host_memory) limit({*options.host_memory, plan.session_host_bytes()});
+  return tightest;
 }
 
 void Engine::Impl::require_host(const Plan& plan, const SessionOptions& options) const {

@@ -86,7 +86,7 @@ struct Engine::Impl {
   Plan model_plan(const SessionOptions& options, int chunk) const;
   std::optional<DeviceCap> device_cap(const Plan& plan) const;
   // The host memory that caps leave to a session's KV cache; none: no cap.
-  std::optional<std::uint64_t> host_room(const Plan& plan, const SessionOptions& options) const;
+  std::optional<HostRoom> host_room(const Plan& plan, const SessionOptions& options) const;
   void require_host(const Plan& plan, const SessionOptions& options) const;
   KvRequest kv_request(const SessionOptions& options, int chunk,
                        const std::optional<DeviceCap>& cap) const;

@@ -184,8 +184,8 @@ KvPlan plan_cache(const KvConfig& config, Backend& backend) {
     const std::uint64_t taken = account.used() +
                                 CallerArrays::host_bytes(info, config.shape, step_tokens(free)) +
                                 (on_device ? 0 : basis_bytes(config));
-    std::optional<std::uint64_t> room;
-    if (config.host_memory) room = account.cap() - std::min(account.cap(), taken);
+    std::optional<HostRoom> room;
+    if (config.host_memory) room = HostRoom{account.cap(), taken};
     return disk_room(*config.disk, room, taken);
   };
   return with_arrays(

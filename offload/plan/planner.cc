@@ -505,18 +505,25 @@ KvPlan kept_on_host(KvPlan plan, std::uint64_t room) {
   return plan;
 }
 
-[[noreturn]] void throw_no_host_memory(const KvPlan& base, const DiskCaps& caps) {
+// Throws for caps under which a session does not run with all rows on disk either.
+[[noreturn]] void throw_no_memory(const KvPlan& base, const KvRequest& request,
+                                  const DiskCaps& caps) {
   KvPlan plan = smallest(base, true, least_chunk(base, true));
   if (needs_tails(plan)) plan.cache_rows = RowCacheView::kWays;
-  const std::uint64_t host = host_total(base, plan);
   const std::uint64_t device = total_of(plan);
-  const std::string least = format_bytes(host + (caps.is_shared ? device : 0));
-  throw Error(ErrorCode::memory,
-              "with all rows on disk a session still needs " + least + " of host memory" +
-                  (caps.is_shared ? "" : " and " + format_bytes(device) + " of `device_memory`") +
-                  ", and there are " + format_bytes(caps.host) +
-                  (caps.is_shared ? "" : " and " + format_bytes(caps.device)) +
-                  "; shorten `context` or raise the cap");
+  const std::uint64_t host = host_total(base, plan) + (caps.is_shared ? device : 0);
+  const HostRoom& room = request.disk->host;
+  std::string short_of;
+  const auto name = [&](const std::string& cap, std::uint64_t bytes, std::uint64_t least) {
+    short_of += (short_of.empty() ? "" : "; ") + cap + " " + format_bytes(bytes) +
+                " is too small, give at least " + std::to_string(least) + "B (" +
+                format_bytes(least) + ")";
+  };
+  if (host > caps.host) name("`host_memory`", room.cap, host + room.taken);
+  if (!caps.is_shared && device > caps.device) {
+    name("`device_memory`", *request.device_cap, device + request.beside);
+  }
+  throw Error(ErrorCode::memory, "with all rows on disk, too, " + short_of);
 }
 
 // Sets the bytes on disk.
@@ -538,9 +545,9 @@ KvPlan plan_on_disk(KvPlan base, const KvRequest& request, const IndexLayout& la
     throw Error(ErrorCode::unsupported, "the rows of " + std::to_string(base.tokens) +
                                             " tokens are more than 2^32, too many for a disk");
   }
-  const DiskCaps caps = {request.disk->host_cap, room_of(request), !request.device_cap};
+  const DiskCaps caps = {request.disk->host.left(), room_of(request), !request.device_cap};
   const std::optional<KvPlan> fitted = fit_on_disk(base, caps);
-  if (!fitted) throw_no_host_memory(base, caps);
+  if (!fitted) throw_no_memory(base, request, caps);
   const std::uint64_t host = host_total(base, *fitted);
   CacheWish wish = cache_wish(base, request, layout);
   wish.rows = std::max<std::int64_t>(wish.rows, fitted->cache_rows);
@@ -555,7 +562,7 @@ KvPlan plan_on_disk(KvPlan base, const KvRequest& request, const IndexLayout& la
 
 }  // namespace
 
-DiskRoom disk_room(const DiskConfig& disk, std::optional<std::uint64_t> host_room,
+DiskRoom disk_room(const DiskConfig& disk, const std::optional<HostRoom>& host,
                    std::uint64_t taken) {
   if (disk.directories.empty()) throw Error(ErrorCode::usage, "`disk` names no directory");
   std::uint64_t left = UINT64_MAX;
@@ -563,7 +570,7 @@ DiskRoom disk_room(const DiskConfig& disk, std::optional<std::uint64_t> host_roo
   DiskRoom room;
   room.directories = static_cast<int>(disk.directories.size());
   room.bytes = disk.bytes.value_or(UINT64_MAX);
-  room.host_cap = host_room.value_or((left - std::min(left, taken)) / 2);
+  room.host = host.value_or(HostRoom{(left - std::min(left, taken)) / 2, 0});
   return room;
 }
 

@@ -81,9 +81,9 @@ KvPlan plan_with_disk(KvRequest request, bool has_disk, Disk disk, Accept accept
   return plan;
 }
 
-// The room of a disk for sessions that may take `host_room` bytes of host memory; unset: half of
-// what the limits of the process leave beside `taken` bytes.
-DiskRoom disk_room(const DiskConfig& disk, std::optional<std::uint64_t> host_room,
+// The room of a disk for sessions that may take what `host` leaves; unset: half of what the limits
+// of the process leave beside `taken` bytes.
+DiskRoom disk_room(const DiskConfig& disk, const std::optional<HostRoom>& host,
                    std::uint64_t taken);
 
 // Bytes of a region's rows, rounded to the host store's commit unit.

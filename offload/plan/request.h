@@ -1,6 +1,7 @@
 // The request for a plan: the caller's sizes, policies and caps, and the backend that will run it.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <span>
@@ -13,13 +14,21 @@
 
 namespace sluice {
 
+// A cap on host memory, and what others under it take.
+struct HostRoom {
+  std::uint64_t cap = 0;
+  std::uint64_t taken = 0;
+
+  std::uint64_t left() const { return cap - std::min(cap, taken); }
+};
+
 // Where a plan may put rows that host memory does not hold.
 struct DiskRoom {
   int directories = 1;
   std::uint64_t bytes = UINT64_MAX;
-  // Host memory for pages, cached rows and rows on their way; without a device cap, for the device
-  // tier, too, which is host memory then.
-  std::uint64_t host_cap = 0;
+  // For pages, cached rows and rows on their way; without a device cap, for the device tier, too,
+  // which is host memory then.
+  HostRoom host;
 };
 
 // Requirements on a pool of sequences.

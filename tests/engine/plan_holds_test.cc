@@ -20,12 +20,14 @@
 #include "tests/support/expect.h"
 #include "tests/support/far_backend.h"
 #include "tests/support/random.h"
+#include "tests/support/test_disk.h"
 
 namespace sluice {
 namespace {
 
 using testing::expect_error;
 using testing::FarBackend;
+using testing::OnDisk;
 
 constexpr std::int64_t kVocabulary = 384;  // of golden/qwen3
 constexpr std::uint64_t kPlenty = std::uint64_t{64} << 20;
@@ -68,8 +70,10 @@ std::uint64_t scratch_of(Computes computes) {
 }
 
 Engine open_engine(Computes computes, const Caps& caps,
-                   const std::optional<WeightFormat>& weights = std::nullopt) {
+                   const std::optional<WeightFormat>& weights = std::nullopt,
+                   const std::optional<DiskConfig>& disk = std::nullopt) {
   EngineConfig config;
+  config.disk = disk;
   config.model = SLUICE_TEST_DATA "/golden/qwen3";
   config.chunk = 192;
   config.threads = 1;
@@ -244,6 +248,22 @@ TEST(LeastCaps, AreTheLeastThatAreAccepted) {
       EXPECT_EQ(caps.host, least_accepted([&](std::uint64_t cap) {
                   open_engine(computes, {caps.device, cap}).plan(options);
                 }));
+    }
+  }
+}
+
+// The same of host memory above a disk, for a device tier of its own and one in host memory.
+TEST_F(OnDisk, RefusalsNameTheLeastHostMemory) {
+  for (const char* const policy : {"dense", "values", "twilight", "compact prefill=pages(0.9)"}) {
+    const SessionOptions options = options_for(policy, 24000);
+    for (const auto& [computes, device] :
+         {std::pair{Computes::far, std::optional(kPlenty / 4)},
+          std::pair{Computes::near, std::optional<std::uint64_t>()}}) {
+      SCOPED_TRACE(::testing::Message() << policy << ", device " << device.value_or(0));
+      const auto plan = [&](std::uint64_t cap) {
+        open_engine(computes, {device, cap}, std::nullopt, DiskConfig{{parent_}, {}}).plan(options);
+      };
+      EXPECT_EQ(named(1, plan), least_accepted(plan));
     }
   }
 }

@@ -58,7 +58,7 @@ KvPlan plan_of(const KvShape& shape, const Policy& policy, DeviceTier device, st
   request.on = testing::cpu_info();
   request.disk = DiskRoom();
   if (device == DeviceTier::own) request.device_cap = std::uint64_t{1} << 40;
-  request.disk->host_cap = std::uint64_t{1} << 40;
+  request.disk->host.cap = std::uint64_t{1} << 40;
   const auto halve = [&](std::uint64_t& cap) {
     std::uint64_t refused = 0;
     while (cap - refused > 1) {
@@ -74,8 +74,8 @@ KvPlan plan_of(const KvShape& shape, const Policy& policy, DeviceTier device, st
     cap += more;
   };
   if (request.device_cap) halve(*request.device_cap);
-  halve(request.disk->host_cap);
-  while (plan_kv(request).host_blocks < blocks_in_host) request.disk->host_cap += 64 << 10;
+  halve(request.disk->host.cap);
+  while (plan_kv(request).host_blocks < blocks_in_host) request.disk->host.cap += 64 << 10;
   return plan_kv(request);
 }
 

@@ -169,7 +169,7 @@ TEST_F(WindowsOnDisk, ReadOnlyThePagesThatTheyShow) {
   cpu::CpuBackend backend{cpu::CpuOptions{}};
   KvRequest request = request_of({}, backend.info());
   request.disk = DiskRoom();
-  request.disk->host_cap = std::uint64_t{1} << 22;
+  request.disk->host.cap = std::uint64_t{1} << 22;
   request.device_cap = std::uint64_t{2} << 20;
   const KvPlan plan = plan_kv(request);
   ASSERT_TRUE(plan.on_disk);
