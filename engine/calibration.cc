@@ -39,7 +39,7 @@ nlohmann::json read_calibration(const std::filesystem::path& path) {
   if (!file_exists(path)) return nlohmann::json::object();
   nlohmann::json root;
   try {
-    root = read_json_file(path, kMaxBytes);
+    root = read_json_file(path, kMaxBytes, "calibrate again");
   } catch (const Error& error) {
     if (error.code() != ErrorCode::corrupt) throw;
     throw_unreadable(path, "not JSON");

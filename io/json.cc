@@ -173,7 +173,8 @@ Json parse_json(std::string text, const std::filesystem::path& path, std::string
   return builder.finish();
 }
 
-Json read_json_file(const std::filesystem::path& path, std::uint64_t max_bytes) {
+Json read_json_file(const std::filesystem::path& path, std::uint64_t max_bytes,
+                    std::string_view remedy) {
   std::string text = read_text_file(path, max_bytes);
   require_not_lfs_pointer(path, text);
   // Values take a multiple of their text, and where memory runs out a nlohmann::json that is
@@ -183,7 +184,7 @@ Json read_json_file(const std::filesystem::path& path, std::uint64_t max_bytes) 
     require_memory(kMostPerByte * text.size(), Counted::all, path.string() + " needs",
                    "raise the limit");
   }
-  return parse_json(std::move(text), path, "download it again");
+  return parse_json(std::move(text), path, remedy);
 }
 
 std::string dump_json(const nlohmann::json& json, int indent) {

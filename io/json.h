@@ -20,8 +20,9 @@ inline constexpr int kMaxJsonValues = 1 << 22;
 // stands twice in an object, more than kMaxJsonDepth levels or kMaxJsonValues values, or a NUL byte
 // (which the parser takes for the end) is an error as soon as it is met. NaN, Infinity and
 // -Infinity, which Python's json module writes, are numbers that are not finite. Takes time
-// n log n. Throws Error{corrupt}, and what read_text_file throws.
-nlohmann::json read_json_file(const std::filesystem::path& path, std::uint64_t max_bytes);
+// n log n. Throws Error{corrupt}, whose message ends in `remedy`, and what read_text_file throws.
+nlohmann::json read_json_file(const std::filesystem::path& path, std::uint64_t max_bytes,
+                              std::string_view remedy = "download it again");
 
 // The same for text that was read from `path`; messages end with `remedy`.
 nlohmann::json parse_json(std::string text, const std::filesystem::path& path,

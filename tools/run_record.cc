@@ -186,7 +186,7 @@ GrowingReport::GrowingReport(std::string path, bool force, bool resumes, nlohman
     : path_(std::move(path)), force_(force), head_(std::move(head)) {
   std::error_code ignored;
   if (!resumes || !grows() || !std::filesystem::exists(path_, ignored)) return;
-  const nlohmann::json before = read_json_file(path_, kMostReport);
+  const nlohmann::json before = read_json_file(path_, kMostReport, "begin another report");
   if (!before.is_object() || !before.contains("run") || !before["run"].is_object() ||
       !before.contains("results") || !before["results"].is_array()) {
     throw Error(ErrorCode::corrupt,

@@ -100,7 +100,7 @@ void check_policy(const JsonObject& file, const std::string& line) {
 }  // namespace
 
 PlanSettings read_plan(const std::filesystem::path& path) {
-  const Json json = read_json_file(path, kMaxPlanBytes);
+  const Json json = read_json_file(path, kMaxPlanBytes, "save the plan again");
   const JsonObject file(json, path, {}, "make the plan again or correct it");
   require_known(file, json, kFields);
   file.integer("sluice_plan", kVersion, kVersion);

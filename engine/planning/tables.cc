@@ -71,7 +71,7 @@ Machine find_machine(std::string_view name) {
 }
 
 Machine read_machine(const std::filesystem::path& file) {
-  const nlohmann::json json = read_json_file(file, kMaxTableBytes);
+  const nlohmann::json json = read_json_file(file, kMaxTableBytes, "correct it");
   const JsonObject object(json, file);
   return parse_machine(json, file, object.string("name", file.stem().string()));
 }
@@ -80,7 +80,7 @@ ModelConfig planning::find_shape(std::string_view name) {
   const auto found = shapes().find(std::string(name));
   if (found == shapes().end() && name.ends_with(".json")) {
     const std::filesystem::path file(name);
-    return parse_config(read_json_file(file, kMaxTableBytes), file);
+    return parse_config(read_json_file(file, kMaxTableBytes, "correct it"), file);
   }
   if (found == shapes().end()) refuse("the shape", name, shape_names());
   return parse_config(*found, "shapes.json");
