@@ -163,15 +163,19 @@ KvPlan plan_cache(const KvConfig& config, Backend& backend) {
   const bool on_device = info.compute_tier == Tier::device;
   const std::uint64_t staging = CallerArrays::compute_bytes(config.shape, step_tokens(free));
   request.device_cap = config.device_memory;
+  std::uint64_t of_kernels = 0;  // their scratch memory
   if (on_device) {
     const MemoryAccount& account = backend.account(Tier::device);
-    request.beside = account.used() + staging + basis_bytes(config);
+    of_kernels = account.used();
+    request.beside = of_kernels + staging + basis_bytes(config);
     request.device_cap = account.cap();
   }
   const auto with_arrays = [&](KvPlan plan) {
     const std::uint64_t basis = basis_bytes(config);
     const std::uint64_t own =
-        on_device ? CallerArrays::compute_bytes(config.shape, step_tokens(plan)) + basis : 0;
+        on_device
+            ? CallerArrays::compute_bytes(config.shape, step_tokens(plan)) + basis + of_kernels
+            : 0;
     const std::uint64_t host =
         CallerArrays::host_bytes(info, config.shape, step_tokens(plan)) + (on_device ? 0 : basis);
     plan.staging_bytes = own + host;

@@ -537,10 +537,8 @@ TEST_P(Caches, CapsChangeTheBytesMovedAndNotTheAnswer) {
   // Room for 2 pages of every layer and KV head and for two streaming buffers, or for everything;
   // on a GPU besides what the backend and callers' arrays take.
   const std::uint64_t page = kPageTokens * shape.row_bytes();
-  const std::uint64_t beside = on_gpu()
-                                   ? uncapped.memory().device_bytes - uncapped.plan().device_bytes +
-                                         uncapped.plan().staging_bytes
-                                   : 0;
+  EXPECT_EQ(uncapped.plan().device_bytes, uncapped.memory().device_bytes);
+  const std::uint64_t beside = on_gpu() ? uncapped.plan().staging_bytes : 0;
   for (const std::uint64_t pages : {16u, 24u, 80u}) {
     KvConfig capped = free;
     capped.device_memory = beside + pages * page;
@@ -572,9 +570,7 @@ TEST_P(Caches, RowsOnDiskAnswerAsRowsInMemory) {
     KvSequence whole = in_memory.new_sequence();
     const Attended expected = fill(whole, shape, script, context - 50);
     const std::uint64_t page = kPageTokens * shape.row_bytes();
-    const std::uint64_t beside =
-        on_gpu() ? in_memory.memory().device_bytes - in_memory.plan().device_bytes : 0;
-    config.device_memory = beside + in_memory.plan().staging_bytes + in_memory.plan().index_bytes +
+    config.device_memory = in_memory.plan().staging_bytes + in_memory.plan().index_bytes +
                            in_memory.plan().work_bytes + 16 * page;
     config.host_memory = KvCache(config).plan().host_bytes - 1;
     config.disk = DiskConfig{{*directory}, {}};

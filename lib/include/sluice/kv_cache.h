@@ -144,7 +144,8 @@ struct KvPlan {
   std::uint64_t index_bytes = 0;   // key index and sums of values; part of the tier's bytes
   std::uint64_t work_bytes = 0;    // selection: logits, positions; part of the tier's bytes
   std::uint64_t table_bytes = 0;   // page tables of sequences; part of the tier's bytes
-  // Of a KvCache: input and output arrays, and value_basis; part of the tier's bytes.
+  // Of a KvCache: input and output arrays, value_basis and, on a GPU, scratch memory of kernels;
+  // part of the tier's bytes.
   std::uint64_t staging_bytes = 0;
   std::uint64_t device_bytes = 0;
   std::uint64_t host_bytes = 0;
