@@ -22,9 +22,10 @@ bool is_name(char c) {
          c == '_';
 }
 
-class Parser {
+class RuleParser {
  public:
-  Parser(std::string_view text, Grammar& grammar) : text_(text), rest_(text), grammar_(&grammar) {}
+  RuleParser(std::string_view text, Grammar& grammar)
+      : text_(text), rest_(text), grammar_(&grammar) {}
 
   NodeId parse() {
     skip_space();
@@ -243,7 +244,7 @@ void compile_rules(std::string_view rules, Grammar& grammar) {
                 "grammar: it has more than " + std::to_string(kMostBytes) + " bytes");
   }
   if (find_invalid_utf8(rules)) throw Error(ErrorCode::usage, "grammar: it is not valid UTF-8");
-  grammar.finish(Parser(rules, grammar).parse(), "grammar: it");
+  grammar.finish(RuleParser(rules, grammar).parse(), "grammar: it");
 }
 
 }  // namespace sluice::constrain
