@@ -395,10 +395,9 @@ void Engine::Impl::require_host(const Plan& plan, const SessionOptions& options)
                                      std::to_string(plan.session_host_bytes()) + "B");
 }
 
-Plan Engine::Impl::plan_with(const SessionOptions& options, int chunk,
-                             std::uint64_t staging) const {
+Plan Engine::Impl::plan_with(const SessionOptions& options, int chunk) const {
   Plan plan = model_plan(options, chunk);
-  plan.staging_bytes += staging;
+  if (options.loads) plan.staging_bytes += saved_piece_bytes(info.kv);
   const std::optional<DeviceCap> cap = device_cap(plan);
   std::optional<DeviceCap> tightest = cap;
   if (options.device_memory) {
@@ -427,12 +426,11 @@ Plan Engine::Impl::plan_with(const SessionOptions& options, int chunk,
   return plan;
 }
 
-Engine::Impl::Planned Engine::Impl::plan(const SessionOptions& options,
-                                         std::uint64_t staging) const {
+Engine::Impl::Planned Engine::Impl::plan(const SessionOptions& options) const {
   validate(options, most_at_once());
   require_window(info, backend->info().name, options.context);
   require_blocks(options, config.chunk);
-  Planned usual = {plan_with(options, config.chunk, staging), config.chunk};
+  Planned usual = {plan_with(options, config.chunk), config.chunk};
   // Activations are shared by all sessions, so a session with its own cap must not lengthen them.
   const bool on_disk = usual.plan.kv.on_disk;
   const bool streams = config.chunk >= kDeviceChunk && !is_near(usual.plan.kv);
@@ -442,7 +440,7 @@ Engine::Impl::Planned Engine::Impl::plan(const SessionOptions& options,
   for (int chunk = on_disk ? kMaxChunk : longest_chunk(options); chunk > config.chunk; chunk /= 2) {
     if (chunk / 2 >= options.context) continue;
     try {
-      Planned longer = {plan_with(options, chunk, staging), chunk};
+      Planned longer = {plan_with(options, chunk), chunk};
       const bool is_whole = longer.plan.kv.chunk == std::min<std::int64_t>(chunk, options.context);
       const KvPlan& kv = longer.plan.kv;
       const bool spares = on_disk ? kv.on_disk && spares_half(kv, usual.plan.kv)
@@ -499,11 +497,9 @@ void Engine::load_weights(const std::function<void(double)>& progress) {
                         self->config.observer);
 }
 
-Session Engine::new_session(const SessionOptions& options) { return make_session(options, 0); }
-
-Session Engine::make_session(const SessionOptions& options, std::uint64_t staging) {
+Session Engine::new_session(const SessionOptions& options) {
   const std::lock_guard lock(impl().mutex);
-  const auto [plan, chunk] = impl().plan(options, staging);
+  const auto [plan, chunk] = impl().plan(options);
   load_weights();
   const Turn turn(impl());
   impl().load_value_basis(options);

@@ -76,13 +76,12 @@ struct Engine::Impl {
     Plan plan;
     int chunk = 0;
   };
-  // `staging`: bytes of host memory that must be left beside the plan.
-  Planned plan(const SessionOptions& options, std::uint64_t staging = 0) const;
+  Planned plan(const SessionOptions& options) const;
   // Allocates activations for steps of up to `chunk` tokens, for the first session.
   void allocate(int chunk);
 
   // The parts of plan(). The device cap is the engine's, or nothing if the engine has no cap.
-  Plan plan_with(const SessionOptions& options, int chunk, std::uint64_t staging) const;
+  Plan plan_with(const SessionOptions& options, int chunk) const;
   Plan model_plan(const SessionOptions& options, int chunk) const;
   std::optional<DeviceCap> device_cap(const Plan& plan) const;
   // The host memory that caps leave to a session's KV cache; none: no cap.

@@ -104,9 +104,16 @@ class IndexOfSession {
   std::string name_;  // padded to whole words
 };
 
-// The buffer through which the rows of one (page, layer) piece pass while they are loaded.
-std::size_t loading_bytes(const KvShape& shape) {
-  return static_cast<std::size_t>(kPageTokens * shape.kv_heads) * shape.row_bytes();
+// Opens a saved session that has to fit `context`.
+SessionReader open_saved(const Engine::Impl& engine, const std::filesystem::path& directory,
+                         std::int64_t context) {
+  SessionReader saved(directory, engine.saved_kind());
+  const std::int64_t tokens = std::ssize(saved.head().tokens);
+  if (tokens <= context) return saved;
+  throw Error(ErrorCode::prompt, directory.string() + ": the saved session has " +
+                                     std::to_string(tokens) +
+                                     " tokens, and the planned context is " +
+                                     std::to_string(context) + "; raise `context`");
 }
 
 }  // namespace
@@ -141,7 +148,7 @@ void Session::Impl::save(const std::filesystem::path& directory, std::string_vie
 void Session::Impl::load(const SessionReader& saved) {
   Turn turn(*engine, *this);
   const KvShape& shape = kv.plan().shape;
-  const Buffer buffer = engine->backend->allocate(Tier::host, loading_bytes(shape));
+  const Buffer buffer = engine->backend->allocate(Tier::host, saved_piece_bytes(shape));
   std::vector<RowSpan> heads(static_cast<std::size_t>(shape.kv_heads));
   const std::span<const TokenId> tokens = saved.head().tokens;
   const std::int64_t total = std::ssize(tokens);
@@ -189,17 +196,20 @@ void Session::save(const std::filesystem::path& directory, std::string_view note
   share()->save(directory, note);
 }
 
+void Session::load(const std::filesystem::path& directory) {
+  const std::shared_ptr<Impl> self = share();
+  if (self->kv.length() > 0) {
+    throw Error(ErrorCode::usage, "a session with tokens cannot load others; make a sibling");
+  }
+  self->load(open_saved(*self->engine, directory, self->kv.plan().context));
+}
+
 Session Engine::load_session(const std::filesystem::path& directory,
                              const SessionOptions& options) {
-  const SessionReader saved(directory, impl().saved_kind());
-  const std::int64_t tokens = std::ssize(saved.head().tokens);
-  if (tokens > options.context) {
-    throw Error(ErrorCode::prompt, directory.string() + ": the saved session has " +
-                                       std::to_string(tokens) +
-                                       " tokens, and the planned context is " +
-                                       std::to_string(options.context) + "; raise `context`");
-  }
-  Session session = make_session(options, loading_bytes(impl().info.kv));
+  const SessionReader saved = open_saved(impl(), directory, options.context);
+  SessionOptions loading = options;
+  loading.loads = true;
+  Session session = new_session(loading);
   session.impl().load(saved);
   return session;
 }

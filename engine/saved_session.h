@@ -51,6 +51,11 @@ struct SavedKind {
   int vocabulary = 0;
 };
 
+// Bytes of the rows of one page and layer, which pass through a buffer while they are loaded.
+inline std::size_t saved_piece_bytes(const KvShape& shape) {
+  return static_cast<std::size_t>(kPageTokens * shape.kv_heads) * shape.row_bytes();
+}
+
 // A session as it is saved, but for its rows.
 struct SavedHead {
   std::vector<TokenId> tokens;

@@ -296,6 +296,41 @@ TEST_F(SavedSessions, LoadUnderAnotherPolicyAndCap) {
   }
 }
 
+// Several of them, and one a second time.
+TEST_F(SavedSessions, LoadIntoOneMemory) {
+  Engine engine = Engine::open(config_of(model_));
+  SessionOptions options = options_for(engine, "values", 5);
+  options.loads = true;
+  const std::vector<TokenId> more = random_tokens(kMore, 3);
+  std::vector<std::vector<std::vector<float>>> expected;
+  for (const std::uint64_t seed : {1, 2}) {
+    Session session = engine.new_session(options);
+    session.prefill(random_tokens(kSaved, seed));
+    session.save(temp_.path() / std::to_string(seed));
+    expected.push_back(go_on(session, more));
+  }
+  EngineConfig config = config_of(model_);
+  config.host_memory = engine.plan(options).host_bytes();
+  Engine capped = Engine::open(config);
+  Session root = capped.new_session(options);
+  std::vector<Session> sessions;
+  for (const std::uint64_t seed : {2, 1, 2}) {
+    sessions.push_back(root.sibling());
+    sessions.back().load(temp_.path() / std::to_string(seed));
+    EXPECT_EQ(sessions.back().length(), kSaved);
+    EXPECT_EQ(go_on(sessions.back(), more), expected[seed - 1]);
+  }
+  EXPECT_LE(capped.memory().host_peak, *config.host_memory);
+  expect_error(ErrorCode::usage, "a session with tokens",
+               [&] { sessions.front().load(temp_.path() / "1"); });
+  EXPECT_EQ(sessions.front().length(), kSaved + kMore);
+  Session last = root.sibling();
+  expect_error(ErrorCode::not_found, "check the path", [&] { last.load(temp_.path() / "3"); });
+  options.context = kSaved - 1;
+  Session small = engine.new_session(options);
+  expect_error(ErrorCode::prompt, "raise `context`", [&] { small.load(temp_.path() / "1"); });
+}
+
 TEST_F(SavedSessions, LogitsAfterTheLastTokenComeFromDecodingItAgain) {
   Engine engine = Engine::open(config_of(model_));
   const std::vector<TokenId> tokens = random_tokens(kSaved, 1);

@@ -174,6 +174,8 @@ struct SessionOptions {
   int sequences = 1;
   // Tokens of all of them, counting tokens that forks share once; 0: `sequences` times `context`.
   std::int64_t tokens = 0;
+  // Session::load() may be called for them: plans its buffer.
+  bool loads = false;
   // Caps in bytes on this session and those that share its memory, besides the engine's caps. They
   // exclude weights and activations, and include the prompt of a sparse prefill.
   std::optional<std::uint64_t> device_memory = std::nullopt;
@@ -272,7 +274,6 @@ class Engine {
   explicit Engine(std::shared_ptr<Impl> impl);
   Impl& impl() const;
   // new_session(); besides the plan it must leave `staging` bytes of host memory.
-  Session make_session(const SessionOptions& options, std::uint64_t staging);
 
   std::shared_ptr<Impl> impl_;
 };
@@ -380,6 +381,11 @@ class Session {
   // other files or a session of another model; Error{io} if it is in use by another session or
   // process, cannot be written, or the disk is full; Error{corrupt} if its manifest is damaged.
   void save(const std::filesystem::path& directory, std::string_view note = {});
+  // Gives a session without tokens, of SessionOptions::loads, those of a saved one: siblings load
+  // several into one memory. Throws Error{usage} if it has tokens, Error{memory} if the memory has
+  // no room for them, and what Engine::load_session() throws; it has failed then, and can only be
+  // ended.
+  void load(const std::filesystem::path& directory);
 
   std::int64_t length() const;
   // All tokens, [length()]; valid until this session's next call.
