@@ -45,6 +45,7 @@ SessionOptions session_options(const BatcherOptions& options) {
   session.tokens = options.tokens > 0 ? options.tokens : options.running * options.context;
   session.device_memory = options.device_memory;
   session.host_memory = options.host_memory;
+  session.loads = options.loads_prefixes;
   return session;
 }
 
@@ -195,6 +196,15 @@ void Batcher::drain(std::chrono::milliseconds patience) {
     if (batch::Clock::now() >= until) impl_->scheduler.cancel_all();
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
   }
+}
+
+SavedPrefixes Batcher::load_prefixes(const std::filesystem::path& directory) {
+  require(impl_->options.loads_prefixes, "`loads_prefixes` was not set, so no prefixes are loaded");
+  return impl_->scheduler.load_prefixes(directory);
+}
+
+SavedPrefixes Batcher::save_prefixes(const std::filesystem::path& directory) {
+  return impl_->scheduler.save_prefixes(directory);
 }
 
 BatcherStats Batcher::stats() const { return impl_->meter.stats(); }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <filesystem>
 #include <list>
 #include <span>
 #include <vector>
@@ -15,6 +16,7 @@ struct CachedPrefix {
   Session session;
   std::vector<TokenId> tokens;  // in the session
   PageHashes pages;
+  std::filesystem::path saved = {};  // where it was loaded from, or saved
 };
 
 class PrefixCache {
@@ -29,6 +31,11 @@ class PrefixCache {
                      std::int64_t& common);
   // Drops the least recently used one other than the newest `spared`; false if there is none.
   bool evict(std::size_t spared = 0);
+  // Calls body(prefix) for each, most recently used first.
+  template <typename Body>
+  void for_each(const Body& body) {
+    for (CachedPrefix& entry : entries_) body(entry);
+  }
 
   std::size_t size() const { return entries_.size(); }
   // Tokens of blocks that only one of these sessions has.

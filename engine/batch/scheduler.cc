@@ -7,6 +7,7 @@
 #include <string>
 #include <utility>
 
+#include "engine/batch/saved_prefixes.h"
 #include "lib/current_error.h"
 #include "sluice/errors.h"
 
@@ -82,6 +83,46 @@ void Scheduler::submit(const std::shared_ptr<Job>& job) {
   wake_->call();
 }
 
+void Scheduler::call(const std::function<void()>& work) {
+  std::packaged_task<void()> task(work);
+  std::future<void> done = task.get_future();
+  {
+    const std::lock_guard lock(arrivals_mutex_);
+    calls_.push_back(std::move(task));
+  }
+  has_arrivals_ = true;
+  wake_->call();
+  done.get();
+}
+
+void Scheduler::run_calls() {
+  std::vector<std::packaged_task<void()>> calls;
+  {
+    const std::lock_guard lock(arrivals_mutex_);
+    calls.swap(calls_);
+  }
+  for (std::packaged_task<void()>& each : calls) each();
+}
+
+SavedPrefixes Scheduler::load_prefixes(const std::filesystem::path& directory) {
+  SavedPrefixes report;
+  call([&] {
+    report = batch::load_prefixes(directory, *engine_, root_, options_.policies,
+                                  static_cast<std::size_t>(options_.cached), cache_);
+    publish(true);
+  });
+  return report;
+}
+
+SavedPrefixes Scheduler::save_prefixes(const std::filesystem::path& directory) {
+  SavedPrefixes report;
+  call([&] {
+    report = batch::save_prefixes(directory, *engine_, options_.policies,
+                                  static_cast<std::size_t>(options_.cached), cache_);
+  });
+  return report;
+}
+
 void Scheduler::stop() {
   stops_ = true;
   cancels_all_ = true;
@@ -123,6 +164,7 @@ void Scheduler::end_all() noexcept {
 
 void Scheduler::take_arrivals() {
   if (!has_arrivals_.exchange(false)) return;
+  run_calls();
   Sequences arrived;
   {
     const std::lock_guard lock(arrivals_mutex_);

@@ -3,7 +3,9 @@
 
 #include <atomic>
 #include <cstdint>
+#include <filesystem>
 #include <functional>
+#include <future>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -31,6 +33,11 @@ class Scheduler {
     cancels_all_ = true;
     wake_->call();
   }
+  // Runs `work` in run()'s thread between two rounds and waits for it; from any other thread.
+  // Throws what it throws.
+  void call(const std::function<void()>& work);
+  SavedPrefixes load_prefixes(const std::filesystem::path& directory);
+  SavedPrefixes save_prefixes(const std::filesystem::path& directory);
   // Sequences that have not ended.
   std::int64_t left() const { return left_; }
 
@@ -49,6 +56,7 @@ class Scheduler {
   // A round of the loop; false: there is nothing left to serve, and never will be.
   bool serve();
   void end_all() noexcept;
+  void run_calls();
   void take_arrivals();
   void end_cancelled();
   void admit();
@@ -101,6 +109,7 @@ class Scheduler {
   std::mutex arrivals_mutex_;
   Sequences arrivals_;
   std::atomic<bool> has_arrivals_ = false;
+  std::vector<std::packaged_task<void()>> calls_;  // with arrivals_
   std::atomic<bool> stops_ = false;
   std::atomic<bool> cancels_all_ = false;
   std::atomic<std::int64_t> left_ = 0;

@@ -13,6 +13,7 @@
 #include <array>
 #include <chrono>
 #include <cstdint>
+#include <filesystem>
 #include <memory>
 #include <optional>
 #include <span>
@@ -38,6 +39,7 @@ struct BatcherOptions {
   int running = 16;              // most sequences at a time, 1 to 1024
   std::int64_t tokens = 0;       // of all sequences, shared ones once; 0: `running` times `context`
   int cached = 16;               // most finished sequences kept for their prefixes; 0: none
+  bool loads_prefixes = false;   // load_prefixes() may be called: plans its buffer
   std::size_t queued = 1024;     // most choices of requests that wait
   // Most milliseconds of a prompt's chunk while other sequences decode; 0: twice the time of a
   // decode step.
@@ -183,6 +185,13 @@ struct BatcherStats {
   Histogram step_seconds = Histogram::of_seconds();
 };
 
+// Sessions that were loaded from a directory of prefixes, or that it has after saving.
+struct SavedPrefixes {
+  int sessions = 0;
+  std::int64_t tokens = 0;           // of them
+  std::vector<std::string> skipped;  // why others were not, a line each
+};
+
 class Batcher {
  public:
   // Plans and allocates the pool, and loads the weights unless they are loaded. `engine` must
@@ -202,6 +211,18 @@ class Batcher {
   // Refuses further requests and waits for the running and queued ones; after `patience` cancels
   // those that have not ended.
   void drain(std::chrono::milliseconds patience);
+
+  // Makes saved sessions known as prefixes: the newest in `directory`, up to `cached` and as many
+  // as there is room for. They are those of save_prefixes(), and any that Session::save() has put
+  // there, whose prompts count as dense. Prompts that begin with their tokens go on from there.
+  // Sessions of other models are skipped. Creates the directory if its parent exists. Requests wait
+  // meanwhile. Throws Error{usage} without BatcherOptions::loads_prefixes, and Error{io} if the
+  // directory cannot be used.
+  SavedPrefixes load_prefixes(const std::filesystem::path& directory);
+  // Saves the finished sequences that are kept for their prefixes, each whole or not at all, in a
+  // directory `prefix-NUMBER` of its own, and removes the oldest such of this model beyond
+  // `cached`. Requests wait meanwhile. Throws Error{io} if the directory cannot be used.
+  SavedPrefixes save_prefixes(const std::filesystem::path& directory);
 
   BatcherStats stats() const;
   const KvPlan& plan() const;
