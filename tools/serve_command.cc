@@ -42,6 +42,7 @@ struct ServeFlags {
   int queued = 256;
   int timeout = 600;
   int drain = 30;
+  std::string prefixes;
   double prefill_ms = 0.0;
   std::string speculate;
   int drafts = 8;
@@ -76,6 +77,9 @@ void validate(const ServeFlags& flags) {
   require_range("--port", flags.server.port, 0, 65535);
   require_range("--connections", flags.server.connections, 1, 4096);
   require_range("--timeout", flags.timeout, 0, kMostSeconds);
+  if (!flags.prefixes.empty() && flags.cached == 0) {
+    throw Error(ErrorCode::usage, "--prefixes keeps what --cached keeps, and that is 0");
+  }
   require_range("--drain", flags.drain, 0, kMostSeconds);
   require_range("--queued", flags.queued, 0, 1 << 20);
   require_range("--running", flags.running, 1, 1024);
@@ -93,6 +97,7 @@ BatcherOptions batcher_options(const ServeFlags& flags, const Engine& engine) {
   options.cached = flags.cached;
   options.queued = static_cast<std::size_t>(flags.queued);
   options.prefill_ms = flags.prefill_ms;
+  options.loads_prefixes = !flags.prefixes.empty();
   if (!flags.speculate.empty()) options.drafts = flags.drafts;
   // Without a number two whole contexts, which requests share.
   options.tokens = flags.tokens > 0 ? flags.tokens : options.context * std::min(flags.running, 2);
@@ -107,15 +112,22 @@ BatcherOptions batcher_options(const ServeFlags& flags, const Engine& engine) {
   return options;
 }
 
+void print_prefixes(const std::string& done, const SavedPrefixes& prefixes) {
+  print_error("sluice: prefixes " + done + ": " + std::to_string(prefixes.sessions) + ", of " +
+              std::to_string(prefixes.tokens) + " tokens\n");
+  for (const std::string& why : prefixes.skipped) print_error("note: skipped " + why + "\n");
+}
+
 // Until SIGTERM; then no new requests, and an end for those that there are.
-void serve(HttpServer& server, Batcher& batcher, std::chrono::seconds patience) {
+void serve(HttpServer& server, Batcher& batcher, const ServeFlags& flags) {
   std::signal(SIGTERM, [](int) { terminates = true; });
   const std::jthread listening([&] { server.run(); });
   while (!terminates) std::this_thread::sleep_for(std::chrono::milliseconds(50));
   print_error("sluice: ending; " + std::to_string(batcher.stats().running) + " answers run\n");
   server.refuse_new();
-  batcher.drain(patience);
+  batcher.drain(std::chrono::seconds(flags.drain));
   server.stop();
+  if (!flags.prefixes.empty()) print_prefixes("saved", batcher.save_prefixes(flags.prefixes));
 }
 
 int run(ServeFlags flags) {
@@ -134,6 +146,7 @@ int run(ServeFlags flags) {
   const BatcherOptions options = batcher_options(flags, engine);
   load(engine);
   Batcher batcher(engine, options);
+  if (!flags.prefixes.empty()) print_prefixes("loaded", batcher.load_prefixes(flags.prefixes));
   const Constraints constraints(engine.tokenizer());
   ServedModel served;
   served.engine = &engine;
@@ -154,7 +167,7 @@ int run(ServeFlags flags) {
               " tokens, policy " + to_string(options.policies.front()) + "\n" +
               "sluice: serving on http://" + flags.server.host + ":" +
               std::to_string(server.port()) + "\n");
-  serve(server, batcher, std::chrono::seconds(flags.drain));
+  serve(server, batcher, flags);
   return 0;
 }
 
@@ -188,6 +201,9 @@ Command add_serve(CLI::App& app) {
       ->capture_default_str();
   add_integer(app, "--cached", flags->cached, "finished sequences kept for their prefixes")
       ->capture_default_str();
+  app.add_option("--prefixes", flags->prefixes,
+                 "directory of saved sessions that prompts may begin with: those kept by --cached "
+                 "are saved there when the server ends, and known when it starts again");
   add_integer(app, "--queued", flags->queued, "most answers that wait; others get 429")
       ->capture_default_str();
   app.add_option("--prefill-ms", flags->prefill_ms,

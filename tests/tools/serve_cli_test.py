@@ -412,6 +412,32 @@ class ServeOthers(unittest.TestCase):
         self.assertEqual(status, 200)
         self.assertEqual(reply["usage"]["completion_tokens"], 300)
 
+    def test_prefixes_outlive_the_server(self):
+        book = (ROOT / "data" / "war-and-peace.txt").read_text()[:1000]
+        with tempfile.TemporaryDirectory() as parent:
+            folder = Path(parent) / "prefixes"
+            replies, logs = [], []
+            for question in (" Then", " Then", " But"):
+                server = Server("--prefixes", folder)
+                replies.append(server.complete(prompt=book + question, max_tokens=8))
+                server.process.send_signal(signal.SIGTERM)
+                logs.append(server.log + server.process.stderr.read())
+                self.assertEqual(server.process.wait(timeout=60), 0)
+            cached = [reply["usage"]["prompt_tokens_details"]["cached_tokens"] for reply in replies]
+            prompt = replies[0]["usage"]["prompt_tokens"]
+            self.assertEqual(cached[:2], [0, prompt - 1])
+            self.assertGreater(cached[2], prompt - 8)
+            self.assertEqual(replies[0]["choices"], replies[1]["choices"])
+            self.assertIn("prefixes loaded: 0, of 0 tokens", logs[0])
+            self.assertIn("prefixes saved: 1, of ", logs[0])
+            self.assertIn("prefixes loaded: 1, of ", logs[1])
+            for part in folder.iterdir():
+                (part / "manifest.json").write_text("no JSON")
+            server = Server("--prefixes", folder)
+            self.assertIn("note: skipped ", server.log)
+            self.assertEqual(server.complete(max_tokens=1)["usage"]["completion_tokens"], 1)
+            self.assertEqual(server.end()[0], 0)
+
     def test_a_time_limit_cuts_an_answer(self):
         server = Server("--timeout", 1, "--tokens", 100000, context=100000)
         reply = server.complete(max_tokens=99000, ignore_eos=True)
@@ -423,7 +449,8 @@ class ServeOthers(unittest.TestCase):
         for flags, code, text in [
                 (["--port", 99999], 2, "--port"), (["--running", 0], 2, "--running"), (["--max-body", "x"], 2, "--max-body"),
                 (["--cached", -1], 2, "--cached"), (["--host", "256.1.1.1"], 9, "cannot listen"),
-                (["--prefill-ms", "nan"], 2, "prefill"), (["--host-memory", "1MiB"], 8, "memory")]:
+                (["--prefill-ms", "nan"], 2, "prefill"), (["--prefixes", MODEL / "config.json"], 9, "no directory"),
+                (["--prefixes", "x", "--cached", 0], 2, "--cached"), (["--host-memory", "1MiB"], 8, "memory")]:
             with self.subTest(flags=flags):
                 done = sluice("serve", "-m", MODEL, "--port", 0, "--context", 512, *flags)
                 self.assertEqual(done.returncode, code, done.stderr)
