@@ -52,6 +52,12 @@ std::chrono::milliseconds milliseconds(std::int64_t count, const char* name) {
   return std::chrono::milliseconds(count);
 }
 
+void report(const SavedPrefixes& prefixes, sluice_saved_prefixes* to) {
+  if (to == nullptr) return;
+  write(to, {0, prefixes.sessions, prefixes.tokens,
+             static_cast<std::int64_t>(prefixes.skipped.size())});
+}
+
 BatcherOptions batcher_options(const Engine& engine, const sluice_batcher_options& from) {
   BatcherOptions to;
   to.context = from.context;
@@ -65,6 +71,7 @@ BatcherOptions batcher_options(const Engine& engine, const sluice_batcher_option
   to.prefill_ms = from.prefill_ms;
   to.device_memory = set(from.device_memory);
   to.host_memory = set(from.host_memory);
+  to.loads_prefixes = from.loads_prefixes != 0;
   return to;
 }
 
@@ -181,6 +188,24 @@ sluice_code sluice_batcher_submit(sluice_batcher* batcher, const sluice_request*
 sluice_code sluice_batcher_drain(sluice_batcher* batcher, int64_t patience_ms) {
   return call([&] {
     find<BatcherObject>(batcher)->batcher.drain(milliseconds(patience_ms, "patience_ms"));
+  });
+}
+
+sluice_code sluice_batcher_load_prefixes(sluice_batcher* batcher, const char* directory,
+                                         sluice_saved_prefixes* result) {
+  return call([&] {
+    const auto object = find<BatcherObject>(batcher);
+    if (result != nullptr) require_struct(result, "result");
+    report(object->batcher.load_prefixes(need(directory, "directory")), result);
+  });
+}
+
+sluice_code sluice_batcher_save_prefixes(sluice_batcher* batcher, const char* directory,
+                                         sluice_saved_prefixes* result) {
+  return call([&] {
+    const auto object = find<BatcherObject>(batcher);
+    if (result != nullptr) require_struct(result, "result");
+    report(object->batcher.save_prefixes(need(directory, "directory")), result);
   });
 }
 

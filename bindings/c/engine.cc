@@ -63,6 +63,7 @@ SessionOptions session_options(const Engine& engine, const sluice_session_option
   to.tokens = from.tokens;
   to.device_memory = set(from.device_memory);
   to.host_memory = set(from.host_memory);
+  to.loads = from.loads != 0;
   return to;
 }
 

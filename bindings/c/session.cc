@@ -218,6 +218,37 @@ sluice_code sluice_session_length(sluice_session* session, int64_t* length) {
   });
 }
 
+sluice_code sluice_session_tokens(sluice_session* session, int32_t* tokens, size_t capacity,
+                                  size_t* count) {
+  return call([&] {
+    UsedSession used(session);
+    put(used->tokens(), tokens, capacity, count);
+  });
+}
+
+sluice_code sluice_session_save(sluice_session* session, const char* directory, const char* note,
+                                size_t note_bytes) {
+  return call([&] {
+    UsedSession used(session);
+    const auto text = array(note, note_bytes, "note");
+    used->save(need(directory, "directory"), {text.data(), text.size()});
+  });
+}
+
+sluice_code sluice_session_load(sluice_session* session, const char* directory) {
+  return call([&] { UsedSession(session)->load(need(directory, "directory")); });
+}
+
+sluice_code sluice_saved_session(sluice_engine* engine, const char* directory, int64_t* tokens,
+                                 char* note, size_t capacity, size_t* bytes) {
+  return call([&] {
+    const auto object = find<EngineObject>(engine);
+    const sluice::SavedSession saved = object->engine.saved_session(need(directory, "directory"));
+    if (tokens != nullptr) *tokens = static_cast<std::int64_t>(saved.tokens.size());
+    put(saved.note, note, capacity, bytes);
+  });
+}
+
 sluice_code sluice_session_ledger_json(sluice_session* session, char* json, size_t capacity,
                                        size_t* bytes) {
   return call([&] {

@@ -142,6 +142,7 @@ typedef struct sluice_session_options {
   int64_t tokens;          // of all of them; 0: sequences * context
   uint64_t device_memory;  // caps of this session; 0: the engine's alone
   uint64_t host_memory;
+  int32_t loads;  // not 0: sluice_session_load() may be called, for it and its siblings
 } sluice_session_options;
 
 // Called with the share done, 0 to 1; anything but 0 stops. Weights once stopped are loaded anew.
@@ -237,6 +238,20 @@ SLUICE_API sluice_code sluice_session_policy(sluice_session* session, char* text
 // Forgets all tokens from `length` on.
 SLUICE_API sluice_code sluice_session_truncate(sluice_session* session, int64_t length);
 SLUICE_API sluice_code sluice_session_length(sluice_session* session, int64_t* length);
+// All tokens, in order.
+SLUICE_API sluice_code sluice_session_tokens(sluice_session* session, int32_t* tokens,
+                                             size_t capacity, size_t* count);
+// Saves tokens, rows and a note of the caller's own, which may be NULL, to a directory, whole or
+// not at all; see sluice::Session::save().
+SLUICE_API sluice_code sluice_session_save(sluice_session* session, const char* directory,
+                                           const char* note, size_t note_bytes);
+// Gives an empty session, opened with `loads` or the sibling of one, what was saved; nothing is
+// computed again. The logits after the last token are those of decoding it once more.
+SLUICE_API sluice_code sluice_session_load(sluice_session* session, const char* directory);
+// The number of tokens and the note of a saved session of this model; `tokens` may be NULL.
+SLUICE_API sluice_code sluice_saved_session(sluice_engine* engine, const char* directory,
+                                            int64_t* tokens, char* note, size_t capacity,
+                                            size_t* bytes);
 // The rows and bytes that moved or were read, as JSON.
 SLUICE_API sluice_code sluice_session_ledger_json(sluice_session* session, char* json,
                                                   size_t capacity, size_t* bytes);
@@ -337,7 +352,16 @@ typedef struct sluice_batcher_options {
   double prefill_ms;        // 0: twice the time of a decode step
   uint64_t device_memory;
   uint64_t host_memory;
+  int32_t loads_prefixes;  // not 0: sluice_batcher_load_prefixes() may be called
 } sluice_batcher_options;
+
+// See sluice::SavedPrefixes.
+typedef struct sluice_saved_prefixes {
+  size_t size;
+  int64_t sessions;
+  int64_t tokens;   // of them
+  int64_t skipped;  // other sessions of the directory
+} sluice_saved_prefixes;
 
 typedef struct sluice_bias {
   int32_t token;
@@ -432,6 +456,12 @@ SLUICE_API sluice_code sluice_batcher_submit(sluice_batcher* batcher, const slui
                                              sluice_stream** stream);
 // Refuses further requests and waits for the others, at most `patience_ms`, then cancels them.
 SLUICE_API sluice_code sluice_batcher_drain(sluice_batcher* batcher, int64_t patience_ms);
+// Makes the saved sessions in a directory known as prefixes, and saves those that finished requests
+// have left; see sluice::Batcher. `result` may be NULL.
+SLUICE_API sluice_code sluice_batcher_load_prefixes(sluice_batcher* batcher, const char* directory,
+                                                    sluice_saved_prefixes* result);
+SLUICE_API sluice_code sluice_batcher_save_prefixes(sluice_batcher* batcher, const char* directory,
+                                                    sluice_saved_prefixes* result);
 SLUICE_API sluice_code sluice_batcher_stats_read(sluice_batcher* batcher,
                                                  sluice_batcher_stats* stats);
 // Waits for the next piece, at most `timeout_ms`; -1: until there is one. Returns the error that

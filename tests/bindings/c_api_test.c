@@ -1,6 +1,7 @@
 // The C interface, used and misused.
 //
 //   c_api_test MODEL SUBJECT
+#define _POSIX_C_SOURCE 200809L  // mkdtemp
 #include <math.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -338,6 +339,77 @@ static void test_recompute(void) {
   EXPECT_OK(sluice_session_free(session));
   EXPECT_OK(sluice_engine_free(engine));
   free(logits);
+}
+
+static void test_saved_sessions(void) {
+  sluice_engine* engine = open_engine();
+  const size_t vocabulary = vocabulary_of(engine);
+  const tokens prompt = prompt_of(engine);
+  char directory[] = "/tmp/sluice_c_XXXXXX";
+  CHECK(mkdtemp(directory) != NULL);
+  char path[64];
+  snprintf(path, sizeof path, "%s/one", directory);
+  float* logits = memory_for(vocabulary, 2 * sizeof *logits);
+  float* again = logits + vocabulary;
+
+  sluice_session_options options = session_options();
+  options.sequences = 3;
+  options.loads = 1;
+  sluice_session* session = NULL;
+  EXPECT_OK(sluice_session_open(engine, &options, &session));
+  EXPECT(SLUICE_USAGE, sluice_session_save(session, path, NULL, 0));  // no tokens
+  EXPECT_OK(sluice_session_prefill(session, prompt.ids, prompt.count, NULL, NULL, NULL, NULL, 0));
+  EXPECT(SLUICE_USAGE, sluice_session_save(session, NULL, NULL, 0));
+  EXPECT(SLUICE_USAGE, sluice_session_save(session, path, NULL, 4));
+  EXPECT_OK(sluice_session_save(session, path, "mine", 4));
+  EXPECT_OK(sluice_session_decode(session, 7, logits, vocabulary));
+
+  char note[8];
+  int64_t count = 0;
+  EXPECT_OK(sluice_saved_session(engine, path, &count, note, sizeof note, NULL));
+  CHECK(count == (int64_t)prompt.count && strcmp(note, "mine") == 0);
+  EXPECT(SLUICE_TOO_SMALL, sluice_saved_session(engine, path, NULL, note, 4, NULL));
+  EXPECT(SLUICE_NOT_FOUND, sluice_saved_session(engine, directory, NULL, note, sizeof note, NULL));
+
+  sluice_session* loaded = NULL;
+  EXPECT_OK(sluice_session_sibling(session, &loaded));
+  EXPECT(SLUICE_NOT_FOUND, sluice_session_load(loaded, "/nonexistent"));
+  EXPECT_OK(sluice_session_free(loaded));
+  EXPECT_OK(sluice_session_sibling(session, &loaded));
+  EXPECT_OK(sluice_session_load(loaded, path));
+  EXPECT(SLUICE_USAGE, sluice_session_load(loaded, path));  // has tokens now
+  EXPECT(SLUICE_USAGE, sluice_session_load(loaded, NULL));
+  int32_t ids[kMostTokens];
+  size_t tokens = 0;
+  EXPECT_OK(sluice_session_tokens(loaded, ids, kMostTokens, &tokens));
+  CHECK(tokens == prompt.count && memcmp(ids, prompt.ids, tokens * sizeof *ids) == 0);
+  EXPECT(SLUICE_TOO_SMALL, sluice_session_tokens(loaded, ids, 1, &tokens));
+  EXPECT_OK(sluice_session_decode(loaded, 7, again, vocabulary));
+  CHECK(memcmp(logits, again, vocabulary * sizeof *logits) == 0);
+  EXPECT_OK(sluice_session_free(loaded));
+  EXPECT_OK(sluice_session_free(session));
+
+  // The same as a prefix of a batcher's prompts.
+  sluice_batcher_options batching = {.size = sizeof batching, .context = 512, .running = 1};
+  sluice_batcher* batcher = NULL;
+  EXPECT_OK(sluice_batcher_open(engine, &batching, &batcher));
+  EXPECT(SLUICE_USAGE, sluice_batcher_load_prefixes(batcher, directory, NULL));
+  EXPECT_OK(sluice_batcher_free(batcher));
+  batching.loads_prefixes = 1;
+  EXPECT_OK(sluice_batcher_open(engine, &batching, &batcher));
+  sluice_saved_prefixes result = {.size = sizeof result};
+  EXPECT_OK(sluice_batcher_load_prefixes(batcher, directory, &result));
+  CHECK(result.sessions == 1 && result.tokens == (int64_t)prompt.count && result.skipped == 0);
+  EXPECT(SLUICE_USAGE, sluice_batcher_load_prefixes(batcher, NULL, &result));
+  EXPECT_OK(sluice_batcher_save_prefixes(batcher, directory, NULL));
+  EXPECT(SLUICE_IO, sluice_batcher_save_prefixes(batcher, "/nonexistent/a", &result));
+  EXPECT_OK(sluice_batcher_free(batcher));
+
+  EXPECT_OK(sluice_engine_free(engine));
+  free(logits);
+  char command[96];
+  snprintf(command, sizeof command, "rm -r %s", directory);
+  CHECK(system(command) == 0);
 }
 
 static void test_sessions(void) {
@@ -949,13 +1021,24 @@ typedef struct subject {
 } subject;
 
 int main(int argc, char** argv) {
-  const subject subjects[] = {
-      {"handles", test_handles},     {"structs", test_structs},   {"recompute", test_recompute},
-      {"buffers", test_buffers},     {"text", test_text},         {"sessions", test_sessions},
-      {"steps", test_steps},         {"generate", test_generate}, {"constraint", test_constraint},
-      {"cancel", test_cancel},       {"batcher", test_batcher},   {"mask", test_mask},
-      {"order", test_order},         {"threads", test_threads},   {"kv_cache", test_kv_cache},
-      {"kv_misuse", test_kv_misuse}, {"chat", test_chat}};
+  const subject subjects[] = {{"handles", test_handles},
+                              {"structs", test_structs},
+                              {"recompute", test_recompute},
+                              {"buffers", test_buffers},
+                              {"text", test_text},
+                              {"sessions", test_sessions},
+                              {"steps", test_steps},
+                              {"generate", test_generate},
+                              {"constraint", test_constraint},
+                              {"cancel", test_cancel},
+                              {"batcher", test_batcher},
+                              {"mask", test_mask},
+                              {"order", test_order},
+                              {"threads", test_threads},
+                              {"kv_cache", test_kv_cache},
+                              {"kv_misuse", test_kv_misuse},
+                              {"chat", test_chat},
+                              {"saved_sessions", test_saved_sessions}};
   if (argc != 3) return 2;
   model = argv[1];
   for (size_t i = 0; i < sizeof subjects / sizeof subjects[0]; ++i) {

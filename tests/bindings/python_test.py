@@ -11,6 +11,7 @@ import math
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 import unittest
 from pathlib import Path
@@ -131,6 +132,31 @@ class Sessions(Case):
         with self.assertRaises(sluice.UsageError):
             session.policy = "quest"  # not planned
         self.assertEqual(session.policy, sluice.parse_policy(session.policy))
+
+    def test_saved_sessions_go_on(self):
+        session = self.session(sequences=3, loads=True)
+        session.prefill(self.prompt)
+        with tempfile.TemporaryDirectory() as parent:
+            path = Path(parent) / "one"
+            session.save(path, note="mine")
+            expected = session.decode(7)
+            self.assertEqual(self.engine.saved_session(path), (list(self.prompt), "mine"))
+            other = session.sibling()
+            other.load(str(path))
+            self.assertEqual(other.tokens, list(self.prompt))
+            self.assertTrue((other.decode(7) == expected).all())
+            with self.assertRaises(sluice.UsageError):
+                other.load(path)  # has tokens
+            with self.assertRaises(sluice.NotFoundError):
+                session.sibling().load(path / "none")
+            batcher = sluice.Batcher(self.engine, context=512, running=1, loads_prefixes=True)
+            found = batcher.load_prefixes(parent)
+            self.assertEqual(found, {"sessions": 1, "tokens": len(self.prompt), "skipped": []})
+            stream = batcher.submit(list(self.prompt) + [7], max_tokens=2)
+            for _ in stream:
+                pass
+            self.assertEqual(batcher.save_prefixes(parent)["skipped"], [])
+            self.assertEqual(batcher.stats()["reused_tokens"], len(self.prompt))
 
     def test_ledger_and_plan_are_dicts(self):
         session = self.session()

@@ -197,6 +197,7 @@ class Caller {
     options.sequences = static_cast<std::int32_t>(words.number());
     options.decode_batch = static_cast<std::int32_t>(words.number());
     options.device_memory = static_cast<std::uint64_t>(words.number());
+    options.loads = 1;
     sluice_session* session = nullptr;
     // What is planned for is taken at once.
     if (options.context > 1024 || options.sequences > 16) return refuse();
@@ -236,6 +237,12 @@ class Caller {
     Buffer<char> json(words.number());
     std::size_t bytes = 0;
     return sluice_session_ledger_json(session, json.data(), json.capacity(), &bytes);
+  }
+  sluice_code tokens(Words& words) {
+    auto* const session = at(sessions_, words);
+    Buffer<std::int32_t> tokens(words.number());
+    std::size_t count = 0;
+    return sluice_session_tokens(session, tokens.data(), tokens.capacity(), &count);
   }
   sluice_code step(Words& words) {
     std::array<sluice_session*, 2> both{at(sessions_, words), at(sessions_, words)};
@@ -424,6 +431,8 @@ const std::map<std::string_view, Caller::Call>& Caller::calls() {
       {"score", &Caller::score},
       {"use", &Caller::with_text<sluice_session_use, &Caller::sessions_>},
       {"truncate", &Caller::with_number<sluice_session_truncate, &Caller::sessions_>},
+      {"load", &Caller::with_text<sluice_session_load, &Caller::sessions_>},
+      {"tokens", &Caller::tokens},
       {"ledger", &Caller::ledger},
       {"step", &Caller::step},
       {"generate", &Caller::generate},

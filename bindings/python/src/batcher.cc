@@ -1,6 +1,8 @@
 // Batcher and its streams.
 #include "sluice/batcher.h"
 
+#include <nanobind/stl/filesystem.h>
+
 #include <chrono>
 
 #include "bindings/python/src/common.h"
@@ -26,13 +28,11 @@ struct PyStream {
   Stream stream;
 };
 
-std::shared_ptr<PyBatcher> open_batcher(const std::shared_ptr<PyEngine>& engine,
-                                        std::int64_t context,
-                                        const std::vector<std::string>& policies, int running,
-                                        std::int64_t tokens, int cached, std::size_t queued,
-                                        double prefill_ms,
-                                        std::optional<std::uint64_t> device_memory,
-                                        std::optional<std::uint64_t> host_memory) {
+std::shared_ptr<PyBatcher> open_batcher(
+    const std::shared_ptr<PyEngine>& engine, std::int64_t context,
+    const std::vector<std::string>& policies, int running, std::int64_t tokens, int cached,
+    std::size_t queued, double prefill_ms, std::optional<std::uint64_t> device_memory,
+    std::optional<std::uint64_t> host_memory, bool loads_prefixes) {
   BatcherOptions options;
   options.context = context;
   options.policies =
@@ -44,6 +44,7 @@ std::shared_ptr<PyBatcher> open_batcher(const std::shared_ptr<PyEngine>& engine,
   options.prefill_ms = prefill_ms;
   options.device_memory = device_memory;
   options.host_memory = host_memory;
+  options.loads_prefixes = loads_prefixes;
   return make_owned<PyBatcher>(engine, options);
 }
 
@@ -147,6 +148,20 @@ nb::dict stats_of(const PyBatcher& self) {
   return dict;
 }
 
+template <auto kWork>
+nb::dict prefixes(PyBatcher& self, const std::filesystem::path& directory) {
+  SavedPrefixes report;
+  {
+    const nb::gil_scoped_release unlocked;
+    report = (self.batcher.*kWork)(directory);
+  }
+  nb::dict dict;
+  dict["sessions"] = report.sessions;
+  dict["tokens"] = report.tokens;
+  dict["skipped"] = report.skipped;
+  return dict;
+}
+
 }  // namespace
 
 void bind_batcher(nb::module_& module) {
@@ -182,7 +197,7 @@ void bind_batcher(nb::module_& module) {
            nb::arg("policies") = std::vector<std::string>(), nb::arg("running") = 16,
            nb::arg("tokens") = 0, nb::arg("cached") = 16, nb::arg("queued") = 1024,
            nb::arg("prefill_ms") = 0.0, nb::arg("device_memory") = nb::none(),
-           nb::arg("host_memory") = nb::none(), Unlocked())
+           nb::arg("host_memory") = nb::none(), nb::arg("loads_prefixes") = false, Unlocked())
       .def("submit", &submit, nb::arg("prompt"), nb::kw_only(), nb::arg("max_tokens") = 128,
            nb::arg("temperature") = 0.0, nb::arg("top_k") = 0, nb::arg("top_p") = 1.0,
            nb::arg("min_p") = 0.0, nb::arg("repetition_penalty") = 1.0, nb::arg("seed") = 0,
@@ -203,6 +218,14 @@ void bind_batcher(nb::module_& module) {
                 std::chrono::milliseconds(static_cast<std::int64_t>(seconds * 1000.0)));
           },
           nb::arg("seconds"), Unlocked(), "Refuses further requests and waits for the others.")
+      .def(
+          "load_prefixes", &prefixes<&Batcher::load_prefixes>, nb::arg("directory"),
+          "Makes the saved sessions in a directory known as prefixes of prompts. The batcher needs "
+          "loads_prefixes=True.",
+          nb::sig("def load_prefixes(self, directory: str | os.PathLike) -> dict"))
+      .def("save_prefixes", &prefixes<&Batcher::save_prefixes>, nb::arg("directory"),
+           "Saves what finished requests have left for prompts that begin with it.",
+           nb::sig("def save_prefixes(self, directory: str | os.PathLike) -> dict"))
       .def("stats", &stats_of);
 }
 

@@ -35,7 +35,7 @@ std::shared_ptr<PyEngine> open_engine(
 SessionOptions options_of(const PyEngine& self, std::int64_t context,
                           const std::vector<std::string>& policies, int decode_batch, int sequences,
                           std::int64_t tokens, std::optional<std::uint64_t> device_memory,
-                          std::optional<std::uint64_t> host_memory) {
+                          std::optional<std::uint64_t> host_memory, bool loads) {
   SessionOptions options;
   options.context = context;
   options.policies =
@@ -45,6 +45,7 @@ SessionOptions options_of(const PyEngine& self, std::int64_t context,
   options.tokens = tokens;
   options.device_memory = device_memory;
   options.host_memory = host_memory;
+  options.loads = loads;
   return options;
 }
 
@@ -210,6 +211,33 @@ void bind_session(nb::module_& module) {
             with(self, [&] { self.session.truncate(length); });
           },
           nb::arg("length"), "Forgets all tokens from `length` on.")
+      .def(
+          "save",
+          [](PySession& self, const std::filesystem::path& directory, const std::string& note) {
+            with(self, [&] { self.session.save(directory, note); });
+          },
+          nb::arg("directory"), nb::arg("note") = "",
+          "Saves tokens, rows and a text of your own to a directory, whole or not at all.",
+          nb::sig("def save(self, directory: str | os.PathLike, note: str = '') -> None"))
+      .def(
+          "load",
+          [](PySession& self, const std::filesystem::path& directory) {
+            with(self, [&] { self.session.load(directory); });
+          },
+          nb::arg("directory"),
+          "Gives an empty session, made with loads=True or a sibling of one, what was saved; "
+          "nothing "
+          "is computed again.",
+          nb::sig("def load(self, directory: str | os.PathLike) -> None"))
+      .def_prop_ro(
+          "tokens",
+          [](PySession& self) {
+            return with(self, [&] {
+              const std::span<const TokenId> tokens = self.session.tokens();
+              return Tokens(tokens.begin(), tokens.end());
+            });
+          },
+          nb::sig("def tokens(self) -> list[int]"))
       .def("__len__",
            [](PySession& self) { return with(self, [&] { return self.session.length(); }); })
       .def_prop_rw(
@@ -279,35 +307,52 @@ void bind_engine(nb::module_& module) {
           "plan",
           [](PyEngine& self, std::int64_t context, const std::vector<std::string>& policies,
              int decode_batch, int sequences, std::int64_t tokens,
-             std::optional<std::uint64_t> device_memory, std::optional<std::uint64_t> host_memory) {
+             std::optional<std::uint64_t> device_memory, std::optional<std::uint64_t> host_memory,
+             bool loads) {
             return from_json(self.engine
                                  .plan(options_of(self, context, policies, decode_batch, sequences,
-                                                  tokens, device_memory, host_memory))
+                                                  tokens, device_memory, host_memory, loads))
                                  .to_json());
           },
           nb::sig(
               "def plan(self, context: int, policies: collections.abc.Sequence[str] = [], *, "
               "decode_batch: int = 1, sequences: int = 1, tokens: int = 0, device_memory: int | "
-              "None = None, host_memory: int | None = None) -> dict"),
+              "None = None, host_memory: int | None = None, loads: bool = False) -> dict"),
           nb::arg("context"), nb::arg("policies") = std::vector<std::string>(), nb::kw_only(),
           nb::arg("decode_batch") = 1, nb::arg("sequences") = 1, nb::arg("tokens") = 0,
           nb::arg("device_memory") = nb::none(), nb::arg("host_memory") = nb::none(),
-          "The bytes that such a session will take.")
+          nb::arg("loads") = false, "The bytes that such a session will take.")
       .def(
           "new_session",
           [](const std::shared_ptr<PyEngine>& self, std::int64_t context,
              const std::vector<std::string>& policies, int decode_batch, int sequences,
              std::int64_t tokens, std::optional<std::uint64_t> device_memory,
-             std::optional<std::uint64_t> host_memory) {
+             std::optional<std::uint64_t> host_memory, bool loads) {
             const nb::gil_scoped_release unlocked;
-            return make_owned<PySession>(self, self->engine.new_session(options_of(
-                                                   *self, context, policies, decode_batch,
-                                                   sequences, tokens, device_memory, host_memory)));
+            return make_owned<PySession>(
+                self, self->engine.new_session(options_of(*self, context, policies, decode_batch,
+                                                          sequences, tokens, device_memory,
+                                                          host_memory, loads)));
           },
           nb::arg("context"), nb::arg("policies") = std::vector<std::string>(), nb::kw_only(),
           nb::arg("decode_batch") = 1, nb::arg("sequences") = 1, nb::arg("tokens") = 0,
           nb::arg("device_memory") = nb::none(), nb::arg("host_memory") = nb::none(),
-          "A session for up to `context` tokens; loads the weights unless they are loaded.")
+          nb::arg("loads") = false,
+          "A session for up to `context` tokens; loads the weights unless they are loaded. loads: "
+          "it "
+          "and its siblings may load() saved ones.")
+      .def(
+          "saved_session",
+          [](const PyEngine& self, const std::filesystem::path& directory) {
+            SavedSession saved;
+            {
+              const nb::gil_scoped_release unlocked;
+              saved = self.engine.saved_session(directory);
+            }
+            return nb::make_tuple(saved.tokens, saved.note);
+          },
+          nb::arg("directory"), "The tokens and the note of a saved session.",
+          nb::sig("def saved_session(self, directory: str | os.PathLike) -> tuple[list[int], str]"))
       .def("step", &step, nb::arg("sessions"), nb::arg("tokens"),
            "Appends a token to each of several sessions that share memory, in one pass over the "
            "weights; the logits of each.",
