@@ -3,6 +3,7 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <future>
 #include <vector>
 
 #include "lib/check.h"
@@ -72,6 +73,20 @@ float* results_of(std::size_t floats) {
   return results.data();
 }
 
+// What make() makes with oneDNN. Where memory ran out in the middle of that, oneDNN's cache keeps a
+// promise that nobody fulfils, for good unless the cache is emptied.
+template <typename Make>
+auto made(const Make& make) {
+  try {
+    return make();
+  } catch (const std::future_error&) {
+    const int capacity = dnnl::get_primitive_cache_capacity();
+    dnnl::set_primitive_cache_capacity(0);
+    dnnl::set_primitive_cache_capacity(capacity);
+    return make();
+  }
+}
+
 }  // namespace
 
 OneDnn::OneDnn(DType compute, Weights weights) : compute_(compute), weights_(weights) {
@@ -132,9 +147,11 @@ const OneDnn::Packing& OneDnn::packing(std::int64_t inputs, std::int64_t outputs
   const SingleThreadedOpenMp single_threaded;
   dnnl::primitive_attr attributes;
   attributes.set_scratchpad_mode(dnnl::scratchpad_mode::user);
-  Packing packing(dnnl::reorder::primitive_desc(engine_,
-                                                weights_of(inputs, outputs, compute_, kPlain),
-                                                engine_, layout(inputs, outputs), attributes));
+  Packing packing = made([&] {
+    return Packing(dnnl::reorder::primitive_desc(engine_,
+                                                 weights_of(inputs, outputs, compute_, kPlain),
+                                                 engine_, layout(inputs, outputs), attributes));
+  });
   packing.transposes = is_transpose(packing, inputs, outputs);
   return packings_.try_emplace({inputs, outputs}, std::move(packing)).first->second;
 }
@@ -214,7 +231,7 @@ const OneDnn::Primitive& OneDnn::primitive(const Shape& shape) {
   if (found == primitives_.end()) {
     require_code_room();
     const SingleThreadedOpenMp single_threaded;
-    found = primitives_.try_emplace(shape, describe(shape)).first;
+    found = primitives_.try_emplace(shape, made([&] { return Primitive(describe(shape)); })).first;
     check(found->second.weights == layout(shape.inputs, shape.outputs),
           "oneDNN wants weights packed differently for different numbers of tokens");
   }
