@@ -23,7 +23,8 @@ class Use {
   Use(Owner& owner, const char* name) : owner_(&owner) {
     const std::lock_guard lock(owner.mutex);
     if (owner.calls > 0 && owner.thread != std::this_thread::get_id()) {
-      throw Error(ErrorCode::usage, std::string(name) + ": another thread is using it");
+      throw Error(ErrorCode::usage,
+                  std::string(name) + ": in use by another thread or an unfinished answer");
     }
     owner.thread = std::this_thread::get_id();
     ++owner.calls;

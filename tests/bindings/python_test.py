@@ -133,6 +133,18 @@ class Sessions(Case):
             session.policy = "quest"  # not planned
         self.assertEqual(session.policy, sluice.parse_policy(session.policy))
 
+    def test_an_interpreter_ends_under_a_call_of_another_thread(self):
+        script = (
+            "import sys, threading, time, sluice\n"
+            "engine = sluice.Engine(sys.argv[1])\n"
+            "session = engine.new_session(20000)\n"
+            "prompt = engine.encode('Well, Prince, ' * 4000)[:19000]\n"
+            "threading.Thread(target=lambda: session.prefill(prompt), daemon=True).start()\n"
+            "time.sleep(0.5)\n"
+        )
+        done = subprocess.run([sys.executable, "-c", script, MODEL], capture_output=True, timeout=60)
+        self.assertEqual(done.returncode, 0, done.stderr)
+
     def test_saved_sessions_go_on(self):
         session = self.session(sequences=3, loads=True)
         session.prefill(self.prompt)
@@ -170,7 +182,8 @@ class Sessions(Case):
 
     def test_progress_stops_and_raises(self):
         session = self.session()
-        self.assertIsNone(session.prefill(self.prompt, progress=lambda done, total: False))
+        for stop in (False, 0, np.False_, ""):
+            self.assertIsNone(session.prefill(self.prompt, progress=lambda done, total: stop))
         logits = session.prefill(self.prompt)
         self.assertTrue((session.recompute() == logits).all())
         self.assertEqual(len(session), len(self.prompt))
@@ -462,6 +475,23 @@ class Caches(Case):
         step.end()
         np.testing.assert_allclose(out, plain_attention(q[202:], k, v), atol=1e-4)
         self.assertEqual(sequence.ledger()["decode"]["steps"], 3)
+
+    def test_arrays_that_repeat_their_elements_are_refused(self):
+        step = sluice.KvCache(**self.shape, rows="f32").new_sequence().begin_step("prefill", 5)
+        k, v, q = self.arrays(5, seed=5)
+        out = np.empty((5, 4, 64), np.float32)
+        for repeated in (k[:1], k[:, :1], k[:1, :1]):
+            with self.assertRaisesRegex(sluice.UsageError, "broadcast"):
+                step.append(0, np.broadcast_to(repeated, k.shape), v)
+        with self.assertRaisesRegex(sluice.UsageError, "broadcast"):
+            step.append(0, k, np.broadcast_to(v[:1], v.shape))
+        step.append(0, k, v)
+        with self.assertRaisesRegex(sluice.UsageError, "broadcast"):
+            step.attend(0, np.broadcast_to(q[:1], q.shape), out)
+        few = np.zeros((1, 4, 64), np.float32)
+        for strides in ((0, 256, 4), (1024, 0, 4)):
+            with self.assertRaisesRegex(sluice.UsageError, "broadcast"):
+                step.attend(0, q, np.lib.stride_tricks.as_strided(few, out.shape, strides))
 
     def test_rows_in_int8_and_log_sum_exps(self):
         k, v, q = self.arrays(200, seed=7)

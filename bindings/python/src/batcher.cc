@@ -88,7 +88,7 @@ std::optional<Piece> next_piece(PyStream& self, std::optional<double> most) {
     std::optional<Piece> piece;
     bool has_ended = false;
     {
-      const nb::gil_scoped_release unlocked;
+      const Released unlocked;
       piece = self.stream.next_within(kBetweenSignals);
       has_ended = self.stream.ended();
     }
@@ -152,7 +152,7 @@ template <auto kWork>
 nb::dict prefixes(PyBatcher& self, const std::filesystem::path& directory) {
   SavedPrefixes report;
   {
-    const nb::gil_scoped_release unlocked;
+    const Released unlocked;
     report = (self.batcher.*kWork)(directory);
   }
   nb::dict dict;

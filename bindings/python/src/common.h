@@ -12,6 +12,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <chrono>
 #include <cstdint>
 #include <filesystem>
 #include <memory>
@@ -19,6 +20,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -32,7 +34,45 @@ namespace sluice::python {
 
 namespace nb = nanobind;
 using bindings::Use;
-using Unlocked = nb::call_guard<nb::gil_scoped_release>;
+
+// Blocks a thread that would wait for the GIL of an interpreter that ends. Python would end the
+// thread, through frames that cannot be unwound.
+inline void stay_out_of_the_end() {
+  while (_Py_IsFinalizing() != 0) std::this_thread::sleep_for(std::chrono::hours(1));
+}
+
+// The scope of a call without the GIL. The thread that ends the interpreter keeps it.
+class Released {
+ public:
+  Released() : state_(_Py_IsFinalizing() != 0 ? nullptr : PyEval_SaveThread()) {}
+  Released(const Released&) = delete;
+  Released& operator=(const Released&) = delete;
+  ~Released() {
+    if (state_ == nullptr) return;
+    stay_out_of_the_end();
+    PyEval_RestoreThread(state_);
+  }
+
+ private:
+  PyThreadState* state_;
+};
+
+// The scope of a callback with it.
+class Locked {
+ public:
+  Locked() {
+    if (PyGILState_Check() == 0) stay_out_of_the_end();
+    state_ = PyGILState_Ensure();
+  }
+  Locked(const Locked&) = delete;
+  Locked& operator=(const Locked&) = delete;
+  ~Locked() { PyGILState_Release(state_); }
+
+ private:
+  PyGILState_STATE state_;
+};
+
+using Unlocked = nb::call_guard<Released>;
 
 // An object that is destroyed without the GIL.
 template <typename T, typename... Arguments>
@@ -42,7 +82,7 @@ std::shared_ptr<T> make_owned(Arguments&&... arguments) {
       delete object;
       return;
     }
-    const nb::gil_scoped_release unlocked;
+    const Released unlocked;
     delete object;
   });
 }

@@ -21,7 +21,7 @@ PyConstraint compile(const std::shared_ptr<PyEngine>& engine, const nb::object& 
                 "constraint: give one of json_schema, regex, grammar and json_object");
   }
   const std::string schema = has_schema ? json_of(json_schema) : std::string();
-  const nb::gil_scoped_release unlocked;
+  const Released unlocked;
   const std::lock_guard lock(engine->mutex);
   if (!engine->constraints) engine->constraints.emplace(engine->engine.tokenizer());
   const Constraints& all = *engine->constraints;

@@ -96,7 +96,7 @@ Tokens end_tokens(PyEngine& self) {
 // Runs `body` without the GIL while no other thread uses the session.
 auto with(PySession& self, const auto& body) {
   const Use use(self.owner, "Session");
-  const nb::gil_scoped_release unlocked;
+  const Released unlocked;
   return body();
 }
 
@@ -105,7 +105,7 @@ auto with(PySession& self, const auto& body) {
 nb::object with_signals(PySession& self, const auto& compute) {
   std::exception_ptr signal;  // thrown from within a chunk it would end the session
   const Stop is_signalled = [&] {
-    const nb::gil_scoped_acquire locked;
+    const Locked locked;
     try {
       check_signals();
     } catch (...) {
@@ -149,7 +149,7 @@ std::vector<Floats> step(PyEngine& self, const std::vector<std::shared_ptr<PySes
   }
   std::vector<StepResult> results;
   {
-    const nb::gil_scoped_release unlocked;
+    const Released unlocked;
     results = self.engine.step(parts);
   }
   std::vector<Floats> rows;
@@ -328,7 +328,7 @@ void bind_engine(nb::module_& module) {
              const std::vector<std::string>& policies, int decode_batch, int sequences,
              std::int64_t tokens, std::optional<std::uint64_t> device_memory,
              std::optional<std::uint64_t> host_memory, bool loads) {
-            const nb::gil_scoped_release unlocked;
+            const Released unlocked;
             return make_owned<PySession>(
                 self, self->engine.new_session(options_of(*self, context, policies, decode_batch,
                                                           sequences, tokens, device_memory,
@@ -346,7 +346,7 @@ void bind_engine(nb::module_& module) {
           [](const PyEngine& self, const std::filesystem::path& directory) {
             SavedSession saved;
             {
-              const nb::gil_scoped_release unlocked;
+              const Released unlocked;
               saved = self.engine.saved_session(directory);
             }
             return nb::make_tuple(saved.tokens, saved.note);

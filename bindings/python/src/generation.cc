@@ -127,7 +127,7 @@ std::string next_text(Generation& self) {
     std::optional<std::string> text;
     bool waits = false;
     {
-      const nb::gil_scoped_release unlocked;
+      const Released unlocked;
       text = self.next(waits);
     }
     if (text) return *text;

@@ -74,6 +74,11 @@ ArrayLayout layout_of(const Array& array, const char* name, const PyStep& step, 
   if (!on_host && array.device_type() != nb::device::cuda::value) {
     refuse(std::string(name) + ": the array is neither in host memory nor on a CUDA device");
   }
+  // Of a dimension of several elements a stride of 0 repeats one, and to the library it means
+  // dense.
+  if ((heads > 1 && array.stride(1) == 0) || (step.tokens > 1 && array.stride(0) == 0)) {
+    refuse(std::string(name) + ": the array repeats its elements (broadcast); give a copy");
+  }
   // A dimension of one element may have any stride.
   const std::int64_t head_stride = heads > 1 ? array.stride(1) : shape.head_dim;
   const std::int64_t token_stride = step.tokens > 1 ? array.stride(0) : heads * head_stride;
@@ -90,7 +95,7 @@ void append(PyStep& self, int layer, const Input& keys, const Input& values) {
   const int heads = self.shape().kv_heads;
   const KvInput k(keys.data(), layout_of(keys, "keys", self, heads));
   const KvInput v(values.data(), layout_of(values, "values", self, heads));
-  const nb::gil_scoped_release unlocked;
+  const Released unlocked;
   self.step.append(layer, k, v);
 }
 
@@ -128,7 +133,7 @@ void attend(PyStep& self, int layer, const Input& queries, const Output& out,
   const KvInput q(queries.data(), layout_of(queries, "queries", self, heads));
   const KvOutput o(out.data(), layout_of(out, "out", self, heads));
   float* const sums = lse_of(self, lse, out);
-  const nb::gil_scoped_release unlocked;
+  const Released unlocked;
   self.step.attend(layer, q, o, sums);
 }
 
@@ -202,7 +207,7 @@ std::shared_ptr<PyCache> open_cache(
 
 auto with(PySequence& self, const auto& body) {
   const Use use(self.owner, "KvSequence");
-  const nb::gil_scoped_release unlocked;
+  const Released unlocked;
   return body();
 }
 
@@ -302,7 +307,7 @@ void bind_kv_cache(nb::module_& module) {
            "where `out` is.")
       .def("end", [](PyStep& self) {
         require_thread(self);
-        const nb::gil_scoped_release unlocked;
+        const Released unlocked;
         self.step.end();
       });
   bind_sequence(module);

@@ -69,11 +69,14 @@ void check_signals() {
 
 Progress progress_of(nb::handle callback) {
   return [callback](std::int64_t done, std::int64_t total) {
-    const nb::gil_scoped_acquire locked;
+    const Locked locked;
     check_signals();
     if (callback.is_none()) return true;
     const nb::object answer = callback(done, total);
-    return answer.is_none() || nb::cast<bool>(answer);
+    if (answer.is_none()) return true;
+    const int is_true = PyObject_IsTrue(answer.ptr());
+    if (is_true < 0) throw nb::python_error();
+    return is_true != 0;
   };
 }
 
