@@ -37,6 +37,7 @@ sluice_code call(Body&& body) noexcept {
   say({});
   try {
     body();
+    say({});  // of calls that failed in a callback of this one
     return SLUICE_OK;
   } catch (...) {
     return code_of_exception();

@@ -112,8 +112,6 @@ CallerArray array_of(const sluice_array* array, const char* name, const StepObje
   const DType type = dtype(from.dtype);
   const std::int64_t head_dim = step.shape().head_dim;
   const std::int64_t head_stride = from.head_stride != 0 ? from.head_stride : head_dim;
-  const std::int64_t token_stride =
-      from.token_stride != 0 ? from.token_stride : heads * head_stride;
   const auto elements = static_cast<std::int64_t>(
       std::min<std::size_t>(from.bytes, std::numeric_limits<std::int64_t>::max() / 2) /
       size_of(type));
@@ -122,8 +120,12 @@ CallerArray array_of(const sluice_array* array, const char* name, const StepObje
            std::to_string(heads) + " heads with these strides do not fit `bytes` " +
            std::to_string(from.bytes));
   };
-  if (head_stride < 0 || token_stride < 0) refuse(std::string("`") + name + "`: negative stride");
-  if (head_stride > elements || token_stride > elements) outside();
+  if (head_stride < 0 || from.token_stride < 0) {
+    refuse(std::string("`") + name + "`: negative stride");
+  }
+  if (head_stride > elements / heads || from.token_stride > elements) outside();
+  const std::int64_t token_stride =
+      from.token_stride != 0 ? from.token_stride : heads * head_stride;
   const __int128 last = static_cast<__int128>(step.tokens - 1) * token_stride +
                         static_cast<__int128>(heads - 1) * head_stride + head_dim;
   if (last > elements) outside();

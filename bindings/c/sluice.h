@@ -347,7 +347,7 @@ typedef struct sluice_batcher_options {
   size_t policy_count;
   int32_t running;          // most sequences at a time; 0: 16
   int32_t no_prefix_cache;  // not 0: finished sequences are not kept
-  int64_t tokens;           // of all sequences; 0: running * context
+  int64_t tokens;           // of all sequences, see sluice::BatcherOptions; 0: running * context
   int64_t queued;           // most choices that wait; 0: 1024
   double prefill_ms;        // 0: twice the time of a decode step
   uint64_t device_memory;
