@@ -139,6 +139,7 @@ int run(ServeFlags flags) {
   }
   validate(flags);
   flags.server.most_body = parse_bytes(flags.most_body, "--max-body");
+  if (flags.server.most_body == 0) throw Error(ErrorCode::usage, "--max-body 0: give 1 or more");
   Engine engine = Engine::open(config_of(flags.model, planned));
   if (planned) require_model(*planned, engine.info());
   engine.tokenizer();  // throws if there is none

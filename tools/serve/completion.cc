@@ -88,10 +88,14 @@ Request read_request(const Fields& fields, std::string_view body, const ServedMo
   }
   completion.choices = static_cast<int>(fields.integer("n", 1, served.most_choices, 1));
   request.choices = completion.choices;
+  static_cast<void>(fields.string("user"));  // a string, of the client's own
   completion.streams = fields.boolean("stream", false);
   if (const nlohmann::json* const options = fields.find("stream_options")) {
     if (!options->is_object()) refuse("`stream_options` must be an object");
-    completion.streams_usage = Fields(*options).boolean("include_usage", false);
+    if (!completion.streams) refuse("`stream_options` is for a `stream`");
+    const Fields known(*options);
+    known.require_known({"include_usage"});
+    completion.streams_usage = known.boolean("include_usage", false);
   }
   completion.created = std::chrono::duration_cast<std::chrono::seconds>(
                            std::chrono::system_clock::now().time_since_epoch())
@@ -112,8 +116,11 @@ int room_for(const ServedModel& served, const Request& request) {
 TokenId read_id(const nlohmann::json& value) {
   if (!value.is_number_integer()) refuse("`prompt`: token ids must be whole numbers");
   const bool is_huge = value.is_number_unsigned() && value.get<std::uint64_t>() > INT32_MAX;
-  const std::int64_t id = is_huge ? INT32_MAX : value.get<std::int64_t>();
-  return static_cast<TokenId>(std::clamp<std::int64_t>(id, -1, INT32_MAX));
+  const std::int64_t id = is_huge ? INT64_MAX : value.get<std::int64_t>();
+  if (id < INT32_MIN || id > INT32_MAX) {
+    refuse("`prompt`: token id " + value.dump() + " is outside every vocabulary");
+  }
+  return static_cast<TokenId>(id);
 }
 
 std::vector<TokenId> read_ids(const nlohmann::json& list) {
@@ -287,6 +294,20 @@ Completion read_chat(std::string_view body, const ServedModel& served) {
 
 std::string ChoiceWriter::text_of(TokenId id) const { return tokenizer_->decode({&id, 1}, true); }
 
+// A token that begins within a character has that character's offset.
+std::size_t ChoiceWriter::take_offset(TokenId id) {
+  std::string bytes(tokenizer_->bytes(id));
+  if (bytes.empty()) bytes = text_of(id);  // a special token
+  const auto continues = [](char byte) {
+    return (static_cast<unsigned char>(byte) & 0xc0) == 0x80;
+  };
+  const bool is_within = !bytes.empty() && continues(bytes.front()) && characters_ > 0;
+  const std::size_t offset = characters_ - (is_within ? 1 : 0);
+  characters_ +=
+      bytes.size() - static_cast<std::size_t>(std::count_if(bytes.begin(), bytes.end(), continues));
+  return offset;
+}
+
 nlohmann::json ChoiceWriter::completion_logprobs(const std::vector<ScoredToken>& tokens) {
   nlohmann::json texts = nlohmann::json::array();
   nlohmann::json logprobs = nlohmann::json::array();
@@ -295,8 +316,7 @@ nlohmann::json ChoiceWriter::completion_logprobs(const std::vector<ScoredToken>&
   for (const ScoredToken& token : tokens) {
     const std::string text = text_of(token.token);
     const bool is_first = std::isnan(token.logprob);  // of the prompt: nothing stands before it
-    offsets.push_back(offset_);
-    offset_ += text.size();
+    offsets.push_back(take_offset(token.token));
     texts.push_back(text);
     logprobs.push_back(is_first ? nlohmann::json() : finite(token.logprob));
     nlohmann::json top = is_first ? nlohmann::json() : nlohmann::json::object();

@@ -61,11 +61,13 @@ class ChoiceWriter {
   nlohmann::json completion_logprobs(const std::vector<ScoredToken>& tokens);
   nlohmann::json chat_logprobs(const std::vector<ScoredToken>& tokens) const;
   std::string text_of(TokenId id) const;
+  // The offset of the next token in the text, in characters.
+  std::size_t take_offset(TokenId id);
 
   const Completion* completion_;
   const Tokenizer* tokenizer_;
   int index_;
-  std::size_t offset_ = 0;  // of the next token in the text
+  std::size_t characters_ = 0;  // that tokens so far have begun
   bool has_begun_ = false;
 };
 

@@ -29,8 +29,8 @@ nlohmann::json parse_body(std::string_view text) {
     body = nlohmann::json::parse(text, shallow);
   } catch (const nlohmann::json::parse_error& error) {
     refuse("the body is not JSON: " + json_fault(error.byte, text.size()));
-  } catch (const nlohmann::json::exception& error) {  // a number beyond a double
-    refuse("the body is not JSON: " + one_line(error.what()));
+  } catch (const nlohmann::json::out_of_range&) {
+    refuse("a number of the body is too large");
   }
   if (!body.is_object()) refuse("the body must be a JSON object");
   return body;

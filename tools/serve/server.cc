@@ -52,6 +52,27 @@ void set_error(httplib::Response& response, const Fault& fault, const std::strin
   set_json(response, error_json(message, fault.type, fault.code));
 }
 
+// What is wrong with the length of a request's body; null: nothing. httplib would wait for the
+// bytes of any number, and without one for the connection's end.
+const char* length_fault(const httplib::Request& request) {
+  if (request.method != "POST" || request.has_header("Transfer-Encoding")) return nullptr;
+  if (!request.has_header("Content-Length")) return "Content-Length is missing";
+  constexpr std::size_t kMostDigits = 15;
+  const std::string length = request.get_header_value("Content-Length");
+  const bool is_number = !length.empty() && length.size() <= kMostDigits &&
+                         length.find_first_not_of("0123456789") == std::string::npos;
+  return is_number ? nullptr : "Content-Length is no length";
+}
+
+// Bodies are JSON whatever their type says. curl and others call theirs a form, of which httplib
+// takes 8 KiB.
+void forget_form(const httplib::Request& request) {
+  const std::string form = "application/x-www-form-urlencoded";
+  if (request.get_header_value("Content-Type").rfind(form, 0) != 0) return;
+  // httplib hands out its own request, which is not const, before it reads the body.
+  const_cast<httplib::Request&>(request).headers.erase("Content-Type");
+}
+
 // Takes as long whatever is the first byte that differs.
 bool is_same(const std::string& a, const std::string& b) {
   unsigned difference = a.size() == b.size() ? 0 : 1;
@@ -282,9 +303,16 @@ void HttpServer::Impl::set_up() {
   http.set_keep_alive_timeout(5);
   http.set_pre_routing_handler(
       [this](const httplib::Request& request, httplib::Response& response) {
-        if (is_allowed(request)) return httplib::Server::HandlerResponse::Unhandled;
-        set_error(response, {401, "authentication_error", ""}, "the API key is missing or wrong");
-        return httplib::Server::HandlerResponse::Handled;
+        if (!is_allowed(request)) {
+          set_error(response, {401, "authentication_error", ""}, "the API key is missing or wrong");
+          return httplib::Server::HandlerResponse::Handled;
+        }
+        if (const char* const fault = length_fault(request)) {
+          set_error(response, {400, "invalid_request_error", ""}, fault);
+          return httplib::Server::HandlerResponse::Handled;
+        }
+        forget_form(request);
+        return httplib::Server::HandlerResponse::Unhandled;
       });
   http.set_error_handler([](const httplib::Request& request, httplib::Response& response) {
     if (!response.body.empty()) return;
@@ -353,7 +381,8 @@ HttpServer::HttpServer(const ServerOptions& options, const ServedModel& served, 
   if (impl_->port <= 0) {
     throw Error(ErrorCode::io, "cannot listen on " + options.host + " port " +
                                    std::to_string(options.port) +
-                                   "; is another program there? Choose another `port`");
+                                   "; another program may have the port, or the address is none "
+                                   "of this machine's; choose another `port` or `host`");
   }
 }
 
