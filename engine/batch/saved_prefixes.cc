@@ -80,7 +80,15 @@ fs::path name_of(const CachedPrefix& prefix, const std::string& note) {
   return std::string(kName) + std::string(digits.data(), end);
 }
 
-bool is_own(const fs::path& path) { return path.filename().string().starts_with(kName); }
+// True for a session that a batcher of this model has saved.
+bool is_own(const fs::path& path, const Engine& engine) {
+  if (!path.filename().string().starts_with(kName)) return false;
+  try {
+    return engine.saved_session(path).note.starts_with(kNote);
+  } catch (const Error&) {
+    return false;
+  }
+}
 
 // True if a prefix has less than a page that none of the others has.
 bool adds_little(std::span<const TokenId> tokens, const PageHashes& pages,
@@ -133,8 +141,9 @@ void save_to(const fs::path& directory, const Engine& engine, std::span<const Po
   const std::uint64_t kind = prefix.pages.kind();
   const std::string note =
       std::string(kNote) + (kind == 0 ? "dense" : prefill_of(policies[kind - 1]));
-  const bool is_of_directory = prefix.saved.parent_path() == directory;
-  const fs::path path = is_of_directory ? prefix.saved : directory / name_of(prefix, note);
+  const bool is_there =
+      !prefix.saved.empty() && directory / prefix.saved.filename() == prefix.saved;
+  const fs::path path = is_there ? prefix.saved : directory / name_of(prefix, note);
   if (fs::exists(path / SavedDirectory::kManifest)) {
     static_cast<void>(engine.saved_session(path));  // throws for a damaged one
   } else {
@@ -189,11 +198,8 @@ SavedPrefixes save_prefixes(const fs::path& directory, const Engine& engine,
   }
   std::size_t own = 0;
   for (const Entry& entry : entries_of(directory)) {
-    if (!is_own(entry.path) || ++own <= most) continue;
-    tried(report, [&] {
-      static_cast<void>(engine.saved_session(entry.path));  // throws for other models'
-      fs::remove_all(entry.path);
-    });
+    if (!is_own(entry.path, engine) || ++own <= most) continue;
+    tried(report, [&] { fs::remove_all(entry.path); });
   }
   return report;
 }
