@@ -437,7 +437,10 @@ class Resume(unittest.TestCase):
         command = [os.environ["SLUICE_BINARY"], *map(str, self.flags)]
         with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
             while process.poll() is None:
-                report = json.loads(self.report.read_text()) if self.report.exists() else {}
+                try:
+                    report = json.loads(self.report.read_text())
+                except FileNotFoundError:
+                    report = {}
                 if report and holds(report):
                     process.kill()
                     return report
