@@ -37,10 +37,12 @@ struct BatcherOptions {
   std::int64_t context = 0;      // most tokens of a sequence, prompt and answer; required
   std::vector<Policy> policies;  // for Request::policy; the first is the default. None: dense
   int running = 16;              // most sequences at a time, 1 to 1024
-  std::int64_t tokens = 0;       // of all sequences, shared ones once; 0: `running` times `context`
-  int cached = 16;               // most finished sequences kept for their prefixes; 0: none
-  bool loads_prefixes = false;   // load_prefixes() may be called: plans its buffer
-  std::size_t queued = 1024;     // most choices of requests that wait
+  // Of all sequences, shared ones once; 0: `running` times `context`. The pool has two more blocks
+  // for each further sequence that may run or be kept, for what sequences do not share of theirs.
+  std::int64_t tokens = 0;
+  int cached = 16;              // most finished sequences kept for their prefixes; 0: none
+  bool loads_prefixes = false;  // load_prefixes() may be called: plans its buffer
+  std::size_t queued = 1024;    // most choices of requests that wait
   // Most milliseconds of a prompt's chunk while other sequences decode; 0: twice the time of a
   // decode step.
   double prefill_ms = 0.0;
