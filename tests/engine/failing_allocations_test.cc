@@ -4,18 +4,14 @@
 
 #include <atomic>
 #include <cstdlib>
-#include <functional>
 #include <new>
-#include <utility>
-#include <vector>
 
-#include "sluice/batcher.h"
 #include "sluice/engine.h"
 #include "tests/support/fault_sweep.h"
-#include "tests/support/served.h"
 #include "tests/support/small_sessions.h"
 #include "tests/support/temp_dir.h"
 #include "tests/support/test_disk.h"
+#include "tests/support/work_under_faults.h"
 
 namespace {
 
@@ -61,44 +57,18 @@ extern "C" const char* __lsan_default_suppressions() { return "leak:libdnnl"; }
 namespace sluice {
 namespace {
 
-using testing::copy_of;
+using testing::answers_of;
 using testing::FaultSweep;
 using testing::go_on;
+using testing::goes_on_with;
+using testing::Logits;
 using testing::random_tokens;
 using testing::RandomCheckpoint;
-
-using Logits = std::vector<std::vector<float>>;
 
 EngineConfig threaded(const RandomCheckpoint& model) {
   EngineConfig config = testing::config_of(model);
   config.threads = 2;
   return config;
-}
-
-// A prompt, decoded tokens, a fork, a step of both, a cut and one more token, in the memory of
-// `root`.
-Logits answers_of(Engine& engine, Session& root) {
-  Session session = root.sibling();
-  Logits logits = go_on(session, random_tokens(300, 1));
-  Session fork = session.fork();
-  const StepToken tokens[] = {{&session, 3}, {&fork, 4}};
-  for (const StepResult& result : engine.step(tokens)) {
-    if (result.error) throw Error(*result.error);
-    logits.push_back(copy_of(result.logits));
-  }
-  session.truncate(200);
-  logits.push_back(copy_of(session.decode(5)));
-  return logits;
-}
-
-// Expects that a session goes on with the same answers.
-std::function<void()> goes_on_with(Session& session) {
-  const std::int64_t length = session.length() - 1;
-  const auto answer = [&session, length] {
-    session.truncate(length);
-    return copy_of(session.decode(7));
-  };
-  return [answer, expected = answer()] { EXPECT_EQ(answer(), expected); };
 }
 
 TEST(FailingAllocations, WhileAnEngineIsOpened) {
@@ -183,25 +153,9 @@ TEST_F(OnDisk, FailingAllocationsOfSessions) {
 TEST(FailingAllocations, InABatcher) {
   const RandomCheckpoint model(5);
   Engine engine = Engine::open(threaded(model));
-  BatcherOptions options;
-  options.context = testing::kSmallContext;
-  options.running = 2;
-  options.policies = {engine.policy("values")};
   FaultSweep sweep;
   sweep.seed = testing::seed(6);
-  sweep.run(allocation(), [&] {
-    Batcher batcher(engine, options);
-    std::vector<Stream> streams;
-    for (const std::uint64_t seed : {1, 2}) {
-      Request request;
-      request.prompt = random_tokens(200, seed);
-      request.sampling.max_tokens = 8;
-      streams.push_back(batcher.submit(std::move(request)));
-    }
-    std::vector<std::vector<TokenId>> answers;
-    for (Stream& stream : streams) answers.push_back(testing::read_all(stream).front().tokens);
-    return answers;
-  });
+  sweep.run(allocation(), [&] { return testing::batched_answers(engine); });
 }
 
 }  // namespace

@@ -6,21 +6,16 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <optional>
-#include <span>
-#include <string>
 #include <utility>
-#include <vector>
 
-#include "sluice/batcher.h"
 #include "sluice/engine.h"
 #include "tests/kernels/has_device.h"
 #include "tests/support/fault_sweep.h"
 #include "tests/support/model_sessions.h"
-#include "tests/support/served.h"
 #include "tests/support/small_sessions.h"
 #include "tests/support/test_disk.h"
+#include "tests/support/work_under_faults.h"
 
 namespace {
 
@@ -178,44 +173,18 @@ cudaError_t __wrap_cudaPeekAtLastError() {
 namespace sluice {
 namespace {
 
-using testing::copy_of;
+using testing::answers_of;
 using testing::FaultSweep;
 using testing::go_on;
+using testing::goes_on_with;
+using testing::Logits;
 using testing::random_tokens;
-
-using Logits = std::vector<std::vector<float>>;
 
 FaultSweep sweep_of(std::uint64_t seed) {
   FaultSweep sweep;
   sweep.seed = testing::seed(seed);
   sweep.codes = {ErrorCode::memory, ErrorCode::internal};
   return sweep;
-}
-
-// A prompt, decoded tokens, a fork, a step of both, a cut and one more token, in the memory of
-// `root`.
-Logits answers_of(Engine& engine, Session& root) {
-  Session session = root.sibling();
-  Logits logits = go_on(session, random_tokens(300, 1));
-  Session fork = session.fork();
-  const StepToken tokens[] = {{&session, 3}, {&fork, 4}};
-  for (const StepResult& result : engine.step(tokens)) {
-    if (result.error) throw Error(*result.error);
-    logits.push_back(copy_of(result.logits));
-  }
-  session.truncate(200);
-  logits.push_back(copy_of(session.decode(5)));
-  return logits;
-}
-
-// Expects that a session goes on with the same answers.
-std::function<void()> goes_on_with(Session& session) {
-  const std::int64_t length = session.length() - 1;
-  const auto answer = [&session, length] {
-    session.truncate(length);
-    return copy_of(session.decode(7));
-  };
-  return [answer, expected = answer()] { EXPECT_EQ(answer(), expected); };
 }
 
 TEST(FailingCudaCalls, WhileAnEngineIsOpened) {
@@ -302,24 +271,8 @@ TEST_F(OnDisk, FailingCudaCallsOfSessions) {
 TEST(FailingCudaCalls, InABatcher) {
   if (!cuda::has_device()) GTEST_SKIP() << "no CUDA device";
   Engine engine = Engine::open(testing::config_for("cuda"));
-  BatcherOptions options;
-  options.context = testing::kSmallContext;
-  options.running = 2;
-  options.policies = {engine.policy("values")};
   FaultSweep sweep = sweep_of(5);
-  sweep.run(cuda_call(), [&] {
-    Batcher batcher(engine, options);
-    std::vector<Stream> streams;
-    for (const std::uint64_t seed : {1, 2}) {
-      Request request;
-      request.prompt = random_tokens(200, seed);
-      request.sampling.max_tokens = 8;
-      streams.push_back(batcher.submit(std::move(request)));
-    }
-    std::vector<std::vector<TokenId>> answers;
-    for (Stream& stream : streams) answers.push_back(testing::read_all(stream).front().tokens);
-    return answers;
-  });
+  sweep.run(cuda_call(), [&] { return testing::batched_answers(engine); });
 }
 
 }  // namespace
