@@ -28,7 +28,7 @@ namespace {
 
 constexpr const char* kFooter =
     "Exit codes: 0 success, 1 a check found a difference, 2 bad flag, 3 file not\n"
-    "found, 4 corrupt checkpoint, 5 not supported, 6 tokenizer, 7 prompt, 8 memory\n"
+    "found, 4 damaged file, 5 not supported, 6 tokenizer, 7 prompt, 8 memory\n"
     "cap too small, 9 reading or writing failed, 10 internal error, 11 NaN or\n"
     "infinity, 130 interrupted.";
 
