@@ -52,10 +52,18 @@ std::chrono::milliseconds milliseconds(std::int64_t count, const char* name) {
   return std::chrono::milliseconds(count);
 }
 
-void report(const SavedPrefixes& prefixes, sluice_saved_prefixes* to) {
-  if (to == nullptr) return;
-  write(to, {0, prefixes.sessions, prefixes.tokens,
-             static_cast<std::int64_t>(prefixes.skipped.size())});
+// Calls load_prefixes() or save_prefixes().
+template <auto kWork>
+sluice_code prefixes(sluice_batcher* batcher, const char* directory,
+                     sluice_saved_prefixes* result) {
+  return call([&] {
+    const auto object = find<BatcherObject>(batcher);
+    if (result != nullptr) require_struct(result, "result");
+    const SavedPrefixes found = (object->batcher.*kWork)(need(directory, "directory"));
+    if (result == nullptr) return;
+    const auto skipped = static_cast<std::int64_t>(found.skipped.size());
+    write(result, {0, found.sessions, found.tokens, skipped});
+  });
 }
 
 BatcherOptions batcher_options(const Engine& engine, const sluice_batcher_options& from) {
@@ -193,20 +201,12 @@ sluice_code sluice_batcher_drain(sluice_batcher* batcher, int64_t patience_ms) {
 
 sluice_code sluice_batcher_load_prefixes(sluice_batcher* batcher, const char* directory,
                                          sluice_saved_prefixes* result) {
-  return call([&] {
-    const auto object = find<BatcherObject>(batcher);
-    if (result != nullptr) require_struct(result, "result");
-    report(object->batcher.load_prefixes(need(directory, "directory")), result);
-  });
+  return prefixes<&sluice::Batcher::load_prefixes>(batcher, directory, result);
 }
 
 sluice_code sluice_batcher_save_prefixes(sluice_batcher* batcher, const char* directory,
                                          sluice_saved_prefixes* result) {
-  return call([&] {
-    const auto object = find<BatcherObject>(batcher);
-    if (result != nullptr) require_struct(result, "result");
-    report(object->batcher.save_prefixes(need(directory, "directory")), result);
-  });
+  return prefixes<&sluice::Batcher::save_prefixes>(batcher, directory, result);
 }
 
 sluice_code sluice_batcher_stats_read(sluice_batcher* batcher, sluice_batcher_stats* stats) {

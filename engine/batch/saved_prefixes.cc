@@ -23,8 +23,10 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr std::string_view kName = "prefix-";
-// The note of a batcher's session: this and the prefill part of its policy, on which rows depend.
+// The note of a batcher's session: this and `dense`, or the policy of a sparse prefill, because the
+// rows of a prompt depend on it.
 constexpr std::string_view kNote = "prefix of a batcher, prefill=";
+constexpr std::string_view kDense = "dense";
 
 struct Entry {
   fs::path path;
@@ -54,19 +56,13 @@ void require_directory(const fs::path& directory) {
                                  "made one" + (error ? ": " + error.message() : ""));
 }
 
-// The part of a policy on which rows of a prompt depend.
-std::string prefill_of(const Policy& policy) {
-  if (policy.prefill.dense()) return "dense";
-  return to_string(policy);
-}
-
 // PageHashes::kind() of rows with this note; none: no policy has such rows.
 std::optional<std::uint64_t> kind_of(std::string_view note, std::span<const Policy> policies) {
   if (!note.starts_with(kNote)) return 0;  // a user's own session
   const std::string_view prefill = note.substr(kNote.size());
-  if (prefill == "dense") return 0;
+  if (prefill == kDense) return 0;
   for (std::size_t i = 0; i < policies.size(); ++i) {
-    if (prefill_of(policies[i]) == prefill) return i + 1;
+    if (to_string(policies[i]) == prefill) return i + 1;
   }
   return {};
 }
@@ -99,7 +95,7 @@ bool adds_little(std::span<const TokenId> tokens, const PageHashes& pages,
   });
 }
 
-// Calls `work`, and notes an error but that of memory, which goes on.
+// Returns true if `work` succeeds; otherwise the report says why. Throws only Error{memory}.
 bool tried(SavedPrefixes& report, const auto& work) {
   try {
     work();
@@ -140,7 +136,7 @@ void save_to(const fs::path& directory, const Engine& engine, std::span<const Po
              CachedPrefix& prefix) {
   const std::uint64_t kind = prefix.pages.kind();
   const std::string note =
-      std::string(kNote) + (kind == 0 ? "dense" : prefill_of(policies[kind - 1]));
+      std::string(kNote) + (kind == 0 ? std::string(kDense) : to_string(policies[kind - 1]));
   const bool is_there =
       !prefix.saved.empty() && directory / prefix.saved.filename() == prefix.saved;
   const fs::path path = is_there ? prefix.saved : directory / name_of(prefix, note);
@@ -170,7 +166,7 @@ SavedPrefixes load_prefixes(const fs::path& directory, const Engine& engine, Ses
       ++report.sessions;
       report.tokens += std::ssize(prefix->tokens);
       all.push_back(&newest_first.emplace_back(std::move(*prefix)));
-    } catch (const Error& error) {
+    } catch (const Error&) {  // of memory: see tried()
       report.skipped.push_back(entry.path.string() + ": there is no room for it");
       break;
     }

@@ -1,5 +1,5 @@
-// Prefixes on disk, from one batcher to the next: a directory of saved sessions (Session::save()),
-// of which those named `prefix-` and a number are the batchers' own.
+// Prefixes on disk, from one batcher to the next: a directory of saved sessions (Session::save()).
+// Batchers name theirs `prefix-NUMBER`; sessions of other names are a user's, and never removed.
 #pragma once
 
 #include <cstddef>

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <functional>
+#include <limits>
 #include <new>
 #include <set>
 #include <string>
@@ -18,30 +19,32 @@
 
 namespace sluice::testing {
 
-// Counts calls, and fails the chosen one. Threads may share it.
+// Counts calls, and fails the chosen ones. Threads may share it.
 class FailingCall {
  public:
-  // Call `number` from now on fails, counted from 1, and `more` after it.
-  void choose(std::int64_t number, std::int64_t more = 0) {
-    calls_ = 0;
-    last_ = number + more;
-    chosen_ = number;
-  }
-  void choose_none() { choose(kNever); }
+  // Call `number` from now on fails, counted from 1.
+  void choose(std::int64_t number) { choose_range(number, number); }
   // The same, and all calls after it.
-  void choose_from(std::int64_t number) { choose(number, kNever); }
+  void choose_from(std::int64_t number) { choose_range(number, kNever); }
+  void choose_none() { choose_range(kNever, kNever); }
   // Counts a call, and returns true if it has to fail.
   bool fails() noexcept {
     const std::int64_t call = ++calls_;
-    return call >= chosen_ && call <= last_;
+    return call >= first_ && call <= last_;
   }
   std::int64_t calls() const { return calls_; }
 
  private:
-  static constexpr std::int64_t kNever = std::int64_t{1} << 62;
+  static constexpr std::int64_t kNever = std::numeric_limits<std::int64_t>::max();
+
+  void choose_range(std::int64_t first, std::int64_t last) {
+    calls_ = 0;
+    last_ = last;
+    first_ = first;
+  }
 
   std::atomic<std::int64_t> calls_ = 0;
-  std::atomic<std::int64_t> chosen_ = kNever;
+  std::atomic<std::int64_t> first_ = kNever;  // that fails
   std::atomic<std::int64_t> last_ = kNever;
 };
 

@@ -52,8 +52,8 @@ void set_error(httplib::Response& response, const Fault& fault, const std::strin
   set_json(response, error_json(message, fault.type, fault.code));
 }
 
-// What is wrong with the length of a request's body; null: nothing. httplib would wait for the
-// bytes of any number, and without one for the connection's end.
+// Why a request's Content-Length is refused, or null. httplib would wait for as many bytes as it
+// says, and without one until the connection ends.
 const char* length_fault(const httplib::Request& request) {
   if (request.method != "POST" || request.has_header("Transfer-Encoding")) return nullptr;
   if (!request.has_header("Content-Length")) return "Content-Length is missing";
@@ -64,8 +64,8 @@ const char* length_fault(const httplib::Request& request) {
   return is_number ? nullptr : "Content-Length is no length";
 }
 
-// Bodies are JSON whatever their type says. curl and others call theirs a form, of which httplib
-// takes 8 KiB.
+// Lets httplib treat a form as any other body, because `curl -d` calls every body a form, and
+// httplib refuses forms above 8 KiB.
 void forget_form(const httplib::Request& request) {
   const std::string form = "application/x-www-form-urlencoded";
   if (request.get_header_value("Content-Type").rfind(form, 0) != 0) return;
