@@ -136,8 +136,7 @@ void Batcher::Impl::require_room(const Request& request) const {
                                        std::to_string(pool_tokens) + " tokens are free");
   };
   if (is_closed) refuse("the batcher takes no more requests");
-  const std::int64_t needed =
-      std::ssize(request.prompt) + std::max(request.sampling.max_tokens, 1) - 1;
+  const std::int64_t needed = batch::most_tokens(request);
   const std::int64_t pages = pages_of(needed);
   if (pages * kPageTokens > pool_tokens) {
     refuse("the request takes " + std::to_string(needed) + " tokens");
@@ -148,7 +147,7 @@ void Batcher::Impl::require_room(const Request& request) const {
   }
   if (request.waits) return;
   const bool runs = left == now.running && left + request.choices <= options.running;
-  if (!runs || request.choices * pages * kPageTokens > now.free_tokens) {
+  if (!runs || request.choices * pages * kPageTokens > meter.unclaimed()) {
     refuse("there is no room now for " + std::to_string(request.choices) + " times " +
            std::to_string(needed) + " tokens");
   }

@@ -1,6 +1,7 @@
 // Counters and gauges of a batcher, which other threads read while a step runs.
 #pragma once
 
+#include <cstdint>
 #include <mutex>
 
 #include "sluice/batcher.h"
@@ -17,6 +18,17 @@ class Meter {
   void change(const auto& how) {
     const std::lock_guard lock(mutex_);
     how(stats_);
+  }
+
+  // Tokens that are free now and that no running sequence will need: `claimed` of the last
+  // set_claimed() are.
+  std::int64_t unclaimed() const {
+    const std::lock_guard lock(mutex_);
+    return stats_.free_tokens - claimed_;
+  }
+  void set_claimed(std::int64_t tokens) {
+    const std::lock_guard lock(mutex_);
+    claimed_ = tokens;
   }
 
   void note_first_token(double seconds) {
@@ -38,6 +50,7 @@ class Meter {
  private:
   mutable std::mutex mutex_;
   BatcherStats stats_;
+  std::int64_t claimed_ = 0;
 };
 
 // Sums of ledgers, by phase, tiers and cause.

@@ -598,13 +598,16 @@ void Scheduler::publish() {
   published_ = Clock::now();
   TrafficSum traffic = ended_traffic_;
   std::vector<SequenceInfo> sequences;
+  std::int64_t claimed = 0;
   for (const auto& each : running_) {
     traffic.add(each->session->ledger());
+    claimed += whole_pages(most_tokens(each->request())) - whole_pages(each->session->length());
     sequences.push_back({each->job().id, each->choice(), each->prompt_size(),
                          each->session->length(), std::ssize(each->answer()), each->decodes(),
                          each->request().priority});
   }
   const std::int64_t free = free_tokens() + cache_.own_tokens();
+  meter_->set_claimed(claimed);
   meter_->change([&](BatcherStats& stats) {
     stats.queued = left_ - std::ssize(running_);
     stats.running = std::ssize(running_);

@@ -1,6 +1,7 @@
 // One choice of a request: its tokens, its session while it runs, and what it draws.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <memory>
@@ -28,6 +29,11 @@ inline double seconds_since(Clock::time_point start) {
 
 // What ends requests where an allocation failed. Made once, because making it allocates.
 const Error& no_memory();
+
+// Tokens that each choice of a request may have in the KV cache: the last is only drawn.
+inline std::int64_t most_tokens(const Request& request) {
+  return std::ssize(request.prompt) + std::max(request.sampling.max_tokens, 1) - 1;
+}
 
 // A request that was accepted.
 struct Job {

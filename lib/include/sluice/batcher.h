@@ -207,7 +207,7 @@ class Batcher {
   // Throws Error{prompt} for a prompt that is empty, has unknown tokens or does not fit the context
   // with max_tokens; Error{usage} for parameters out of range; Error{memory}, which says how many
   // tokens are free, if the pool could never hold the request, if the queue is full, after close(),
-  // or without `waits` if there is no room now.
+  // or without `waits` if there is no room now beside what the running ones may still take.
   Stream submit(Request request);
 
   // Refuses further requests and waits for the running and queued ones; after `patience` cancels
