@@ -10,6 +10,7 @@
 #include "kernels/runtime/launch.h"
 #include "kernels/runtime/memory.h"
 #include "kernels/runtime/owners.h"
+#include "lib/gpu_sizes.h"
 
 namespace sluice::cuda {
 
@@ -45,7 +46,7 @@ class CudaBackend : public Backend {
   std::unique_ptr<Queue> make_queue(const QueueOptions& options) override;
   WeightFormat weight_format() const override { return info_.compute_dtype; }
   bool stores(const WeightFormat& format) const override {
-    return format.is_coded() || format == weight_format();
+    return gpu::multiplies(format.code) || format == weight_format();
   }
   std::uint64_t weight_bytes(const WeightShape& shape) const override;
   std::int64_t weight_rows(const WeightFormat& format) const override {

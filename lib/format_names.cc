@@ -12,7 +12,7 @@ namespace {
 constexpr std::array kDTypes = {DType::bf16, DType::f16, DType::f32};
 constexpr std::array<RowFormat, 5> kRowFormats = {DType::bf16, DType::f16, DType::f32,
                                                   RowCode::int8, RowCode::k8v4};
-constexpr std::array<WeightFormat, 2> kWeightCodes = {WeightCode::int8, WeightCode::int4};
+constexpr std::array kWeightCodes = {WeightCode::elements, WeightCode::int8, WeightCode::int4};
 
 std::vector<std::string> names_of(const auto& formats) {
   std::vector<std::string> names;

@@ -47,6 +47,11 @@ inline constexpr std::int64_t kTileInputs = 128;
 inline constexpr std::uint64_t kInt8TileBytes = 2304;
 inline constexpr std::uint64_t kInt4TileBytes = 1152;
 
+// Codes of weights that there are kernels for.
+constexpr bool multiplies(WeightCode code) {
+  return code == WeightCode::int8 || code == WeightCode::int4;
+}
+
 inline std::uint64_t weight_bytes(const WeightShape& shape) {
   const auto& [outputs, inputs, format] = shape;
   if (!format.is_coded()) return static_cast<std::uint64_t>(outputs) * format.row_bytes(inputs);

@@ -193,25 +193,25 @@ float half_at(const std::byte* from, std::size_t index) {
   return f16_to_float(half);
 }
 
-void put_int8(const Coded& coded, std::size_t group, const CodedRow& at, std::byte* row) {
-  put_half(row, group, coded.scale);
-  put_half(row + at.offsets, group, coded.offset);
-  std::byte* const codes = row + at.codes + group * kGroup;
+// A group with the best codes, as the row stores them.
+CodedGroup group_of(const Coded& coded, WeightCode code) {
+  constexpr std::array<std::uint8_t, 256> kCodes = level_codes();
+  CodedGroup group = {code, {}, coded.scale, coded.offset};
   for (std::size_t i = 0; i < kGroup; ++i) {
-    codes[i] = static_cast<std::byte>(static_cast<int>(coded.values[i]));
+    group.codes[i] = code == WeightCode::int8
+                         ? static_cast<std::uint8_t>(static_cast<int>(coded.values[i]))
+                         : kCodes[static_cast<std::size_t>(coded.values[i] + 128.0f)];
   }
+  return group;
 }
 
-void put_int4(const Coded& coded, std::size_t group, const CodedRow& at, std::byte* row) {
-  put_half(row, group, coded.scale);
-  constexpr std::array<std::uint8_t, 256> kCodes = level_codes();
-  const auto code = [&](std::size_t i) {
-    return unsigned{kCodes[static_cast<std::size_t>(coded.values[i] + 128.0f)]};
-  };
-  std::byte* const codes = row + at.codes + group * kGroup / 2;
-  for (std::size_t i = 0; i < kGroup; i += 2) {
-    codes[i / 2] = static_cast<std::byte>(code(i) | code(i + 1) << 4);
+// The codes of a group in int8, which has the levels of int4 among its numbers.
+std::array<std::uint8_t, kGroup> int8_codes(const CodedGroup& group) {
+  std::array<std::uint8_t, kGroup> codes = group.codes;
+  if (group.code == WeightCode::int4) {
+    for (std::uint8_t& code : codes) code = static_cast<std::uint8_t>(kWeightLevels[code]);
   }
+  return codes;
 }
 
 void read_row(const std::byte* row, DType dtype, std::int64_t inputs, float* to) {
@@ -229,21 +229,34 @@ void read_row(const std::byte* row, DType dtype, std::int64_t inputs, float* to)
 
 }  // namespace
 
+std::string_view to_string(WeightCode code) {
+  switch (code) {
+    case WeightCode::elements:
+      return "elements";
+    case WeightCode::int8:
+      return "int8";
+    case WeightCode::int4:
+      return "int4";
+    case WeightCode::uint4:
+      return "uint4";
+  }
+  return "unknown";
+}
+
 std::string to_string(const WeightFormat& format) {
-  if (format.code == WeightCode::int8) return "int8";
-  if (format.code == WeightCode::int4) return "int4";
-  return std::string(to_string(format.element));
+  return std::string(format.is_coded() ? to_string(format.code) : to_string(format.element));
 }
 
 CodedRow::CodedRow(const WeightFormat& format, std::int64_t inputs)
     : groups(static_cast<std::size_t>(inputs / kWeightGroup)),
       offsets(groups * sizeof(std::uint16_t)),
-      codes(offsets * (format.code == WeightCode::int8 ? 2 : 1)) {
+      codes(offsets * (format.has_offsets() ? 2 : 1)) {
   check(format.is_coded() && format.fits(inputs), "weights: not a coded row");
 }
 
 WeightRows encode_rows(const WeightRows& rows, const WeightFormat& to, float* scratch) {
   check(!rows.format.is_coded(), "weights: coded already");
+  check(to.code == WeightCode::int8 || to.code == WeightCode::int4, "weights: a code of files");
   const CodedRow at(to, rows.inputs);
   const std::size_t from_bytes = rows.format.row_bytes(rows.inputs);
   const std::size_t to_bytes = to.row_bytes(rows.inputs);
@@ -255,28 +268,40 @@ WeightRows encode_rows(const WeightRows& rows, const WeightFormat& to, float* sc
     for (std::size_t group = 0; group < at.groups; ++group) {
       Weights w;
       std::copy_n(scratch + group * kGroup, kGroup, w.begin());
-      const Coded best = find(w, to.code);
-      if (to.code == WeightCode::int8) {
-        put_int8(best, group, at, coded);
-      } else {
-        put_int4(best, group, at, coded);
-      }
+      put_group(group_of(find(w, to.code), to.code), group, to, at, coded);
     }
   }
   return {data, to, rows.rows, rows.inputs};
 }
 
+void put_group(const CodedGroup& group, std::size_t index, const WeightFormat& format,
+               const CodedRow& at, std::byte* row) {
+  check(group.code == format.code || format.code == WeightCode::int8, "weights: another code");
+  put_half(row, index, group.scale);
+  if (format.has_offsets()) put_half(row + at.offsets, index, group.offset);
+  if (format.code == WeightCode::int8) {
+    std::memcpy(row + at.codes + index * kGroup, int8_codes(group).data(), kGroup);
+    return;
+  }
+  std::byte* const codes = row + at.codes + index * kGroup / 2;
+  for (std::size_t i = 0; i < kGroup / 2; ++i) {
+    codes[i] = static_cast<std::byte>(group.codes[2 * i] | group.codes[2 * i + 1] << 4);
+  }
+}
+
 void decode_row(const std::byte* row, const WeightFormat& format, std::int64_t inputs, float* to) {
   const CodedRow at(format, inputs);
+  const std::array<std::int8_t, 16> values = four_bit_values(format.code);
   for (std::size_t i = 0; i < static_cast<std::size_t>(inputs); ++i) {
     const float scale = half_at(row, i / kGroup);
+    const float offset = format.has_offsets() ? half_at(row + at.offsets, i / kGroup) : 0.0f;
+    std::int8_t code = 0;
     if (format.code == WeightCode::int8) {
-      const auto code = static_cast<std::int8_t>(row[at.codes + i]);
-      to[i] = scale * static_cast<float>(code) + half_at(row + at.offsets, i / kGroup);
+      code = static_cast<std::int8_t>(row[at.codes + i]);
     } else {
-      const unsigned both = std::to_integer<unsigned>(row[at.codes + i / 2]);
-      to[i] = scale * static_cast<float>(kWeightLevels[both >> 4 * (i % 2) & 15]);
+      code = values[std::to_integer<unsigned>(row[at.codes + i / 2]) >> 4 * (i % 2) & 15u];
     }
+    to[i] = scale * static_cast<float>(code) + offset;
   }
 }
 

@@ -42,6 +42,7 @@ constexpr std::integral_constant<std::size_t, kNumber> kSum = {};
 // The weights of 16 outputs, without their scale, for each of kGroup inputs. `body` gets the input,
 // the sum whose turn it is, and the weights.
 struct Int8Codes {
+  static constexpr std::size_t kBits = 8;
   static constexpr bool kHasOffsets = true;
 
   template <typename Body>
@@ -60,8 +61,12 @@ struct Int8Codes {
   }
 };
 
-struct Int4Codes {
-  static constexpr bool kHasOffsets = false;
+// Of int4 and uint4.
+template <WeightCode kCode>
+struct FourBitCodes {
+  static constexpr std::size_t kBits = 4;
+  static constexpr bool kHasOffsets = WeightFormat(kCode).has_offsets();
+  static constexpr std::array<std::int8_t, 16> kValues = four_bit_values(kCode);
 
   template <typename Body>
   static HWY_INLINE void for_inputs(const std::byte* group, std::size_t vector, const Body& body) {
@@ -69,8 +74,8 @@ struct Int4Codes {
     const auto* const words = reinterpret_cast<const std::int32_t*>(group) + vector * kWidth;
 #if HWY_TARGET <= HWY_AVX3 && HWY_ARCH_X86
     // The lowest four bits of a lane choose one of 16 floats.
-    const __m512 levels = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(
-        _mm_loadu_si128(reinterpret_cast<const __m128i*>(kWeightLevels.data()))));
+    const __m512 levels = _mm512_cvtepi32_ps(
+        _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(kValues.data()))));
     for (std::size_t word = 0; word < kGroup / 8; ++word) {
       const __m512i codes = _mm512_loadu_si512(words + word * kBlock);
       body(word * 8 + 0, kSum<0>, VW{_mm512_permutexvar_ps(codes, levels)});
@@ -86,14 +91,14 @@ struct Int4Codes {
 #elif HWY_TARGET == HWY_SCALAR
     for (std::size_t i = 0; i < kGroup; ++i) {
       const auto word = static_cast<std::uint32_t>(words[i / 8 * kBlock]);
-      const std::int8_t level = kWeightLevels[word >> 4 * (i % 8) & 15];
+      const std::int8_t level = kValues[word >> 4 * (i % 8) & 15];
       body(i, kSum<0>, hn::Set(DW(), static_cast<float>(level)));
     }
     static_cast<void>(di);
 #else
     // A byte's level is looked up, then each of a word's four is widened.
     const hn::Repartition<std::int8_t, DI> bytes;
-    const auto levels = hn::LoadDup128(bytes, kWeightLevels.data());
+    const auto levels = hn::LoadDup128(bytes, kValues.data());
     const auto low_half = hn::Set(bytes, std::int8_t{15});
     for (std::size_t word = 0; word < kGroup / 8; ++word) {
       const auto codes = hn::LoadU(di, words + word * kBlock);
@@ -117,6 +122,15 @@ struct Int4Codes {
   }
 };
 
+// Calls body.operator()<Codes>() with the codes of a format.
+void for_codes(const WeightFormat& format, const auto& body) {
+  if (format.code == WeightCode::int8) return body.template operator()<Int8Codes>();
+  if (format.code == WeightCode::uint4) {
+    return body.template operator()<FourBitCodes<WeightCode::uint4>>();
+  }
+  body.template operator()<FourBitCodes<WeightCode::int4>>();
+}
+
 // Where a block has the parts of group `group`.
 template <typename Codes>
 struct GroupAt {
@@ -128,7 +142,7 @@ struct GroupAt {
     const auto inputs = static_cast<std::size_t>(weights.inputs);
     const std::size_t vector = kBlock * sizeof(std::uint16_t);
     const std::size_t all = inputs / kGroup * vector;
-    const std::size_t code_bytes = Codes::kHasOffsets ? kGroup * kBlock : kGroup * kBlock / 2;
+    const std::size_t code_bytes = kGroup * kBlock * Codes::kBits / 8;
     scales = block + group * vector;
     offsets = block + all + group * vector;
     codes = block + all * (Codes::kHasOffsets ? 2 : 1) + group * code_bytes;
@@ -201,8 +215,7 @@ void multiply_codes(const CodedProduct& p) {
 }
 
 void multiply(const CodedProduct& p) {
-  if (p.weights.format.code == WeightCode::int8) return multiply_codes<Int8Codes>(p);
-  multiply_codes<Int4Codes>(p);
+  for_codes(p.weights.format, [&]<typename Codes>() { multiply_codes<Codes>(p); });
 }
 
 // Rounds to nearest, ties to even.
@@ -253,11 +266,9 @@ void widen_codes(const CodedMatrix& weights, std::int64_t first, std::size_t out
 
 template <typename T>
 void widen_to(const CodedMatrix& weights, std::int64_t first, std::int64_t outputs, T* to) {
-  const auto count = static_cast<std::size_t>(outputs);
-  if (weights.format.code == WeightCode::int8) {
-    return widen_codes<Int8Codes>(weights, first, count, to);
-  }
-  widen_codes<Int4Codes>(weights, first, count, to);
+  for_codes(weights.format, [&]<typename Codes>() {
+    widen_codes<Codes>(weights, first, static_cast<std::size_t>(outputs), to);
+  });
 }
 
 void widen_f32(const CodedMatrix& weights, std::int64_t first, std::int64_t outputs, float* to) {

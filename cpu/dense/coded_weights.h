@@ -5,8 +5,8 @@
 // group's scales are a vector, too, and no sum runs across lanes. Layout of a block:
 //
 //   scales    f16 [groups, 16]
-//   offsets   f16 [groups, 16], only int8
-//   codes     int8: bytes [inputs, 16]; int4: words of 8 weights [inputs / 8, 16]
+//   offsets   f16 [groups, 16], not of int4
+//   codes     int8: bytes [inputs, 16]; int4 and uint4: words of 8 weights [inputs / 8, 16]
 #pragma once
 
 #include <cstddef>

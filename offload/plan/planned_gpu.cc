@@ -80,7 +80,7 @@ class PlannedBackend : public Backend {
   }
   WeightFormat weight_format() const override { return info_.compute_dtype; }
   bool stores(const WeightFormat& format) const override {
-    return format.is_coded() || format == weight_format();
+    return gpu::multiplies(format.code) || format == weight_format();
   }
   std::uint64_t weight_bytes(const WeightShape& shape) const override {
     return gpu::weight_bytes(shape);

@@ -145,6 +145,37 @@ TEST(WeightCode, EveryDtypeGivesTheCodesOfItsNumbers) {
   }
 }
 
+// Groups with codes of a file, in their own code and in int8, which has all others' codes.
+TEST(WeightCode, GroupsOfFilesAreTheirWeights) {
+  constexpr std::int64_t kInputs = 96;
+  const std::uint64_t seed = testing::seed(5);
+  SCOPED_TRACE(testing::seed_message(seed));
+  Random random(seed);
+  for (const WeightCode code : {WeightCode::int8, WeightCode::int4, WeightCode::uint4}) {
+    for (const WeightFormat& format : {WeightFormat(code), kInt8}) {
+      SCOPED_TRACE(std::string(to_string(code)) + " as " + to_string(format));
+      std::vector<std::byte> row(format.row_bytes(kInputs));
+      const CodedRow at(format, kInputs);
+      std::vector<float> expected;
+      for (std::size_t index = 0; index < at.groups; ++index) {
+        CodedGroup group = {code, {}, 0.25f * static_cast<float>(index + 1), 0.0f};
+        if (code != WeightCode::int4) group.offset = -1.5f;
+        for (std::uint8_t& one : group.codes) {
+          one = static_cast<std::uint8_t>(random.integer(0, code == WeightCode::int8 ? 255 : 15));
+          const int value = code == WeightCode::int8   ? static_cast<std::int8_t>(one)
+                            : code == WeightCode::int4 ? kWeightLevels[one]
+                                                       : one;
+          expected.push_back(group.scale * static_cast<float>(value) + group.offset);
+        }
+        put_group(group, index, format, at, row.data());
+      }
+      std::vector<float> actual(kInputs);
+      decode_row(row.data(), format, kInputs, actual.data());
+      EXPECT_EQ(actual, expected);
+    }
+  }
+}
+
 TEST(WeightCode, AGroupThatCannotBeCodedBecomesNan) {
   for (const float bad : {kNan, HUGE_VALF, -HUGE_VALF, 1e30f}) {
     for (const WeightFormat& format : {kInt8, kInt4}) {

@@ -27,7 +27,22 @@ using testing::Random;
 using testing::rounded;
 using testing::upload;
 
-constexpr WeightFormat kFormats[] = {WeightCode::int8, WeightCode::int4};
+constexpr WeightFormat kFormats[] = {WeightCode::int8, WeightCode::int4, WeightCode::uint4};
+
+// A row of groups as files have them: codes from the least weight to the largest.
+void put_lines(const float* weights, std::int64_t inputs, std::byte* row) {
+  const WeightFormat format = WeightCode::uint4;
+  const CodedRow at(format, inputs);
+  for (std::size_t group = 0; group < at.groups; ++group, weights += kWeightGroup) {
+    const auto [least, most] = std::minmax_element(weights, weights + kWeightGroup);
+    CodedGroup line = {format.code, {}, (*most - *least) / 15.0f, *least};
+    for (std::size_t i = 0; i < line.codes.size(); ++i) {
+      line.codes[i] =
+          static_cast<std::uint8_t>(std::lround((weights[i] - line.offset) / line.scale));
+    }
+    put_group(line, group, format, at, row);
+  }
+}
 
 // Coded rows, and the weights that their codes stand for.
 struct Coded {
@@ -37,13 +52,20 @@ struct Coded {
   Coded(std::vector<float> values, std::int64_t inputs, const WeightFormat& format)
       : bytes(encoded(values, DType::f32)), weights(values.size()) {
     const std::int64_t rows = std::ssize(values) / inputs;
-    std::vector<float> scratch(static_cast<std::size_t>(inputs));
-    const WeightRows to =
-        encode_rows({bytes.data(), DType::f32, rows, inputs}, format, scratch.data());
-    bytes.resize(to.bytes());
+    const auto row_of = [&](std::int64_t row) {
+      return bytes.data() + static_cast<std::size_t>(row) * format.row_bytes(inputs);
+    };
+    if (format.code == WeightCode::uint4) {
+      for (std::int64_t row = 0; row < rows; ++row) {
+        put_lines(values.data() + row * inputs, inputs, row_of(row));
+      }
+    } else {
+      std::vector<float> scratch(static_cast<std::size_t>(inputs));
+      encode_rows({bytes.data(), DType::f32, rows, inputs}, format, scratch.data());
+    }
+    bytes.resize(static_cast<std::size_t>(rows) * format.row_bytes(inputs));
     for (std::int64_t row = 0; row < rows; ++row) {
-      decode_row(bytes.data() + static_cast<std::size_t>(row) * format.row_bytes(inputs), format,
-                 inputs, weights.data() + row * inputs);
+      decode_row(row_of(row), format, inputs, weights.data() + row * inputs);
     }
   }
 };
@@ -59,6 +81,14 @@ class CodedWeights : public ::testing::TestWithParam<NamedBackend> {
       device_.reset();
       GTEST_SKIP() << "this backend stores no coded weights";
     }
+  }
+
+  // Those of kFormats that the backend stores.
+  std::vector<WeightFormat> formats() const {
+    std::vector<WeightFormat> stored;
+    std::copy_if(std::begin(kFormats), std::end(kFormats), std::back_inserter(stored),
+                 [&](const WeightFormat& format) { return device_->backend->stores(format); });
+    return stored;
   }
 
   void expect_refused(std::int64_t inputs, const std::string& why) {
@@ -238,7 +268,7 @@ class CodedWeights : public ::testing::TestWithParam<NamedBackend> {
 
 // Outputs that fill blocks and that do not; tokens that are few and many.
 TEST_P(CodedWeights, LinearIsTheProductByWhatTheCodesStandFor) {
-  for (const WeightFormat& format : kFormats) {
+  for (const WeightFormat& format : formats()) {
     for (const std::int64_t tokens :
          {1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 32, 33, 48, 64, 65, 128, 200, 300}) {
       expect_product({80, 96, format}, tokens, tokens % 2 == 0);
@@ -253,7 +283,7 @@ TEST_P(CodedWeights, LinearIsTheProductByWhatTheCodesStandFor) {
 TEST_P(CodedWeights, InputsOfEveryMagnitude) {
   constexpr std::int64_t kInputs = 4 * 128;
   constexpr float kScales[] = {0x1p-110f, 0x1p-30f, 0x1p-14f, 0x1p-3f, 0x1p9f, 0.0f};
-  for (const WeightFormat& format : kFormats) {
+  for (const WeightFormat& format : formats()) {
     for (const std::int64_t tokens : {1, 2, 3}) {
       const WeightShape shape = {50, kInputs, format};
       const std::vector<float> x = random_.normal(tokens * kInputs);
@@ -276,7 +306,7 @@ TEST_P(CodedWeights, InputsOfEveryMagnitude) {
 TEST_P(CodedWeights, InputsThatAreNoNumbersReachEveryOutput) {
   constexpr std::int64_t kInputs = 3 * 128;
   constexpr std::int64_t kOutputs = 50;
-  for (const WeightFormat& format : kFormats) {
+  for (const WeightFormat& format : formats()) {
     const Coded coded(random_.normal(kOutputs * kInputs), kInputs, format);
     const std::unique_ptr<Weight> weight = written(coded, {kOutputs, kInputs, format});
     for (const float strange :
@@ -305,7 +335,7 @@ TEST_P(CodedWeights, InputsThatAreNoNumbersReachEveryOutput) {
 // Enough bytes that the work is shared, and tiles narrower than the widest.
 TEST_P(CodedWeights, LargeMatricesAreSharedByThreads) {
   if (device_->info().name == "reference") GTEST_SKIP() << "one thread, slow";
-  for (const WeightFormat& format : kFormats) {
+  for (const WeightFormat& format : formats()) {
     expect_product({1023, 1024, format}, 3, true);
     expect_product({70, 8192, format}, 17, true);
     expect_product({50, 14336, format}, 1, false);
@@ -317,12 +347,12 @@ TEST_P(CodedWeights, LargeMatricesAreSharedByThreads) {
 // More than a GPU decodes into its scratch memory at once, in every dtype.
 TEST_P(CodedWeights, PromptsAreMultipliedByLargeMatricesInParts) {
   if (!device_->info().name.starts_with("cuda")) GTEST_SKIP() << "slow; parts are a GPU's";
-  for (const WeightFormat& format : kFormats) expect_product({1050, 28672, format}, 130, true, 43);
+  for (const WeightFormat& format : formats()) expect_product({1050, 28672, format}, 130, true, 43);
 }
 
 // The last result of a chain, whose inputs are what the operation before the product gives.
 TEST_P(CodedWeights, ChainsAreTheirOperations) {
-  for (const WeightFormat& format : kFormats) {
+  for (const WeightFormat& format : formats()) {
     for (const std::int64_t tokens : {1, 3}) {
       for (const std::int64_t inputs : {96, 1024}) {
         expect_chain(tokens, inputs, 64, Before::norm, true, format);
@@ -338,7 +368,7 @@ TEST_P(CodedWeights, ChainsAreTheirOperations) {
 TEST_P(CodedWeights, EmbedDecodesRows) {
   constexpr std::int64_t kRows = 37;
   constexpr std::int64_t kColumns = 96;
-  for (const WeightFormat& format : kFormats) {
+  for (const WeightFormat& format : formats()) {
     const Coded coded(random_.normal(kRows * kColumns), kColumns, format);
     const std::unique_ptr<Weight> weight = written(coded, {kRows, kColumns, format});
     const std::vector<TokenId> ids = {36, 0, -1, 15, 16, 37, 17, 36};
@@ -409,7 +439,7 @@ std::vector<float> peculiar_groups(Random& random, std::int64_t groups) {
 // Rows of elements in any dtype, aligned and not, become the codes that encode_rows() gives them.
 TEST_P(CodedWeights, ElementsAreCodedToTheSameBits) {
   if (!device_->info().codes_weights) GTEST_SKIP() << "this backend codes no weights";
-  for (const WeightFormat& format : kFormats) {
+  for (const WeightFormat& format : formats()) {
     for (const DType dtype : {DType::bf16, DType::f16, DType::f32}) {
       for (const std::int64_t inputs : {96, 544, 1024}) {
         for (const std::size_t offset : {std::size_t{0}, size_of(dtype)}) {
@@ -439,7 +469,8 @@ TEST_P(CodedWeights, PreparedWeightsAreCodedAndChargedAsPlanned) {
   Backend& backend = *device_->backend;
   const MemoryAccount& account = backend.account(backend.info().compute_tier);
   const std::vector<float> w = random_.normal(70 * 64);
-  for (const WeightFormat& format : kFormats) {
+  for (const WeightFormat& format : formats()) {
+    if (format.code == WeightCode::uint4) continue;  // only files have it
     const WeightShape shape = {70, 64, format};
     const std::uint64_t before = account.used();
     const auto weight =
@@ -468,7 +499,7 @@ TEST_P(CodedWeightsBy, EveryInstructionSet) {
     if (target != HWY_SCALAR && (hwy::SupportedTargets() & target) == 0) continue;
     SCOPED_TRACE(hwy::TargetName(target));
     hwy::SetSupportedTargetsForTest(target);
-    for (const WeightFormat& format : kFormats) {
+    for (const WeightFormat& format : formats()) {
       expect_product({50, 64, format}, 5, true);
       expect_product({50, 64, format}, 12, false);
     }

@@ -1,5 +1,5 @@
 // The names that flags, options and plan files have for element types, row formats and weight
-// codes: those that to_string() gives.
+// codes: those that to_string() gives for each.
 #pragma once
 
 #include <string>
@@ -14,7 +14,7 @@ namespace sluice {
 
 std::vector<std::string> dtype_names();
 std::vector<std::string> row_format_names();
-std::vector<std::string> weight_code_names();  // without elements
+std::vector<std::string> weight_code_names();  // that weights can be asked for in
 
 // The format of a name. Throws Error{usage} that names `setting` and what it takes.
 DType parse_dtype(std::string_view name, std::string_view setting);
