@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <bit>
+#include <cmath>
 #include <cstring>
 
 #include "lib/weight_code.h"
@@ -13,8 +14,8 @@ namespace {
 
 static_assert(std::endian::native == std::endian::little, "files are little-endian");
 
-constexpr std::int64_t kSmall = 32;   // weights of a block of Q4_0 and its like
-constexpr std::int64_t kLarge = 256;  // weights of a block of the K-quants and IQ4_XS
+constexpr std::int64_t kSmall = kWeightGroup;  // weights of a block of Q4_0 and its like
+constexpr std::int64_t kLarge = 256;           // weights of a block of the K-quants and IQ4_XS
 
 template <typename T>
 T load(const std::uint8_t* from) {
@@ -31,7 +32,21 @@ std::uint8_t nibble(const std::uint8_t* codes, int i) {
   return i < 16 ? codes[i] & 0x0F : codes[i - 16] >> 4;
 }
 
-// A layout says how the weights of one block lie in its bytes.
+std::array<std::uint8_t, kSmall> nibbles(const std::uint8_t* codes) {
+  std::array<std::uint8_t, kSmall> all{};
+  for (std::size_t i = 0; i < 16; ++i) {
+    all[i] = codes[i] & 0x0F;
+    all[16 + i] = codes[i] >> 4;
+  }
+  return all;
+}
+
+void put(int code, int i, CodedGroup& group) {
+  group.codes[static_cast<std::size_t>(i)] = static_cast<std::uint8_t>(code);
+}
+
+// A layout says how the weights of one block lie in its bytes; if these are codes, kCode is the
+// code that has them, and groups() writes them.
 
 struct F32Block {
   static constexpr std::int64_t kWeights = 1;
@@ -63,6 +78,11 @@ struct Q80Block {
       to[i] = static_cast<float>(static_cast<std::int8_t>(from[2 + i])) * scale;
     }
   }
+  static constexpr WeightCode kCode = WeightCode::int8;
+  static void groups(const std::uint8_t* from, CodedGroup* to) {
+    *to = {kCode, {}, load_f16(from), 0.0f};
+    std::memcpy(to->codes.data(), from + 2, to->codes.size());
+  }
 };
 
 // f16 scale, 16 bytes of nibbles less 8.
@@ -72,6 +92,11 @@ struct Q40Block {
   static void decode(const std::uint8_t* from, float* to) {
     const float scale = load_f16(from);
     for (int i = 0; i < 32; ++i) to[i] = scale * static_cast<float>(nibble(from + 2, i) - 8);
+  }
+  static constexpr WeightCode kCode = WeightCode::uint4;
+  static void groups(const std::uint8_t* from, CodedGroup* to) {
+    const float scale = load_f16(from);
+    *to = {kCode, nibbles(from + 2), scale, -8.0f * scale};
   }
 };
 
@@ -83,6 +108,10 @@ struct Q41Block {
     const float scale = load_f16(from);
     const float least = load_f16(from + 2);
     for (int i = 0; i < 32; ++i) to[i] = scale * static_cast<float>(nibble(from + 4, i)) + least;
+  }
+  static constexpr WeightCode kCode = WeightCode::uint4;
+  static void groups(const std::uint8_t* from, CodedGroup* to) {
+    *to = {kCode, nibbles(from + 4), load_f16(from), load_f16(from + 2)};
   }
 };
 
@@ -102,6 +131,12 @@ struct Q50Block {
       to[i] = scale * static_cast<float>(five_bits(high, from + 6, i) - 16);
     }
   }
+  static constexpr WeightCode kCode = WeightCode::int8;
+  static void groups(const std::uint8_t* from, CodedGroup* to) {
+    *to = {kCode, {}, load_f16(from), 0.0f};
+    const auto high = load<std::uint32_t>(from + 2);
+    for (int i = 0; i < 32; ++i) put(five_bits(high, from + 6, i) - 16, i, *to);
+  }
 };
 
 // f16 scale, f16 minimum, 32 high bits, 16 bytes of nibbles.
@@ -116,6 +151,12 @@ struct Q51Block {
       to[i] = scale * static_cast<float>(five_bits(high, from + 8, i)) + least;
     }
   }
+  static constexpr WeightCode kCode = WeightCode::int8;
+  static void groups(const std::uint8_t* from, CodedGroup* to) {
+    *to = {kCode, {}, load_f16(from), load_f16(from + 2)};
+    const auto high = load<std::uint32_t>(from + 4);
+    for (int i = 0; i < 32; ++i) put(five_bits(high, from + 8, i), i, *to);
+  }
 };
 
 // f16 scale, 16 bytes of nibbles that name one of 16 levels.
@@ -127,6 +168,10 @@ struct Iq4NlBlock {
     for (int i = 0; i < 32; ++i) {
       to[i] = scale * static_cast<float>(kWeightLevels[nibble(from + 2, i)]);
     }
+  }
+  static constexpr WeightCode kCode = WeightCode::int4;
+  static void groups(const std::uint8_t* from, CodedGroup* to) {
+    *to = {kCode, nibbles(from + 2), load_f16(from), 0.0f};
   }
 };
 
@@ -149,6 +194,12 @@ struct GroupScale {
   }
 };
 
+// The line of group `g` of Q4_K and Q5_K, without codes.
+CodedGroup line_of(const std::uint8_t* block, int g, WeightCode code) {
+  const GroupScale group(block + 4, g);
+  return {code, {}, load_f16(block) * group.scale, -load_f16(block + 2) * group.least};
+}
+
 // f16 scale and f16 minimum of 8 groups, their 6-bit factors, 128 bytes of nibbles: 32 bytes hold
 // two groups.
 struct Q4KBlock {
@@ -166,6 +217,14 @@ struct Q4KBlock {
       for (int i = 0; i < 32; ++i) {
         to[32 * g + i] = step * static_cast<float>((codes[i] >> shift) & 0x0F) - offset;
       }
+    }
+  }
+  static constexpr WeightCode kCode = WeightCode::uint4;
+  static void groups(const std::uint8_t* from, CodedGroup* to) {
+    for (int g = 0; g < 8; ++g, ++to) {
+      *to = line_of(from, g, kCode);
+      const std::uint8_t* const codes = from + 16 + 32 * (g / 2);
+      for (int i = 0; i < 32; ++i) put((codes[i] >> 4 * (g % 2)) & 0x0F, i, *to);
     }
   }
 };
@@ -191,6 +250,17 @@ struct Q5KBlock {
       }
     }
   }
+  static constexpr WeightCode kCode = WeightCode::int8;
+  static void groups(const std::uint8_t* from, CodedGroup* to) {
+    for (int g = 0; g < 8; ++g, ++to) {
+      *to = line_of(from, g, kCode);
+      const std::uint8_t* const low = from + 48 + 32 * (g / 2);
+      for (int i = 0; i < 32; ++i) {
+        const int code = (low[i] >> 4 * (g % 2)) & 0x0F;
+        put(code | ((from[16 + i] >> g) & 1) << 4, i, *to);
+      }
+    }
+  }
 };
 
 // 128 bytes of nibbles, 64 bytes of two high bits, 16 int8 scales, f16 scale of these; less 32.
@@ -201,18 +271,43 @@ struct Q6KBlock {
   static constexpr std::int64_t kBytes = 210;
   static void decode(const std::uint8_t* from, float* to) {
     const float scale = load_f16(from + 208);
-    const std::uint8_t* const scales = from + 192;
     for (int run = 0; run < 8; ++run) {
-      const int half = run / 4;
-      const int r = run % 4;
-      const std::uint8_t* const low = from + 64 * half + 32 * (r % 2);
-      const std::uint8_t* const high = from + 128 + 32 * half;
       for (int i = 0; i < 32; ++i) {
-        const int code = ((low[i] >> (4 * (r / 2))) & 0x0F) | (((high[i] >> (2 * r)) & 3) << 4);
-        const auto factor = static_cast<std::int8_t>(scales[2 * run + i / 16]);
-        to[32 * run + i] = scale * static_cast<float>(factor) * static_cast<float>(code - 32);
+        const auto factor = static_cast<float>(factor_of(from, run, i));
+        to[32 * run + i] = scale * factor * static_cast<float>(code_of(from, run, i));
       }
     }
+  }
+  // A run's scale is a quarter of the larger of its two, because codes of 6 bits times 4 fill 8.
+  static constexpr WeightCode kCode = WeightCode::int8;
+  static void groups(const std::uint8_t* from, CodedGroup* to) {
+    const float scale = load_f16(from + 208);
+    for (int run = 0; run < 8; ++run, ++to) {
+      const std::array factors = {static_cast<float>(factor_of(from, run, 0)),
+                                  static_cast<float>(factor_of(from, run, 16))};
+      const bool second = std::abs(factors[1]) > std::abs(factors[0]);
+      const float larger = factors[second ? 1 : 0];
+      *to = {kCode, {}, 0.25f * scale * larger, 0.0f};
+      if (larger == 0.0f) continue;
+      for (int i = 0; i < 32; ++i) {
+        const float ratio = 4.0f * factors[i < 16 ? 0 : 1] / larger;
+        const float code = ratio * static_cast<float>(code_of(from, run, i));
+        // Only a half with the other's scale and another sign has 128.
+        put(std::min(static_cast<int>(std::nearbyint(code)), 127), i, *to);
+      }
+    }
+  }
+
+ private:
+  static int code_of(const std::uint8_t* block, int run, int i) {
+    const int half = run / 4;
+    const int r = run % 4;
+    const int low = block[64 * half + 32 * (r % 2) + i] >> 4 * (r / 2) & 0x0F;
+    const int high = block[128 + 32 * half + i] >> 2 * r & 3;
+    return (low | high << 4) - 32;
+  }
+  static int factor_of(const std::uint8_t* block, int run, int i) {
+    return static_cast<std::int8_t>(block[192 + 2 * run + i / 16]);
   }
 };
 
@@ -223,15 +318,26 @@ struct Iq4XsBlock {
   static constexpr std::int64_t kBytes = 136;
   static void decode(const std::uint8_t* from, float* to) {
     const float scale = load_f16(from);
-    const auto high = load<std::uint16_t>(from + 2);
     for (int g = 0; g < 8; ++g) {
-      const int low = (from[4 + g / 2] >> (4 * (g % 2))) & 0x0F;
-      const int factor = (low | (((high >> (2 * g)) & 3) << 4)) - 32;
-      const float step = scale * static_cast<float>(factor);
+      const float step = scale * static_cast<float>(factor_of(from, g));
       for (int i = 0; i < 32; ++i) {
         to[32 * g + i] = step * static_cast<float>(kWeightLevels[nibble(from + 8 + 16 * g, i)]);
       }
     }
+  }
+  static constexpr WeightCode kCode = WeightCode::int4;
+  static void groups(const std::uint8_t* from, CodedGroup* to) {
+    for (int g = 0; g < 8; ++g, ++to) {
+      const float step = load_f16(from) * static_cast<float>(factor_of(from, g));
+      *to = {kCode, nibbles(from + 8 + 16 * g), step, 0.0f};
+    }
+  }
+
+ private:
+  static int factor_of(const std::uint8_t* block, int g) {
+    const int low = block[4 + g / 2] >> 4 * (g % 2) & 0x0F;
+    const int high = load<std::uint16_t>(block + 2) >> 2 * g & 3;
+    return (low | high << 4) - 32;
   }
 };
 
@@ -244,42 +350,52 @@ void decode(const std::byte* from, std::int64_t blocks, float* to) {
 }
 
 template <typename Block>
-constexpr GgufType decoded(std::uint32_t id, std::string_view name,
-                           std::optional<DType> element = std::nullopt) {
+void groups(const std::byte* block, CodedGroup* to) {
+  Block::groups(reinterpret_cast<const std::uint8_t*>(block), to);
+}
+
+template <typename Block>
+constexpr GgufType elements(std::uint32_t id, std::string_view name, DType element) {
   return {id, name, Block::kWeights, Block::kBytes, element, decode<Block>};
+}
+
+template <typename Block>
+constexpr GgufType codes(std::uint32_t id, std::string_view name) {
+  return {id,           name,          Block::kWeights, Block::kBytes,
+          std::nullopt, decode<Block>, Block::kCode,    groups<Block>};
 }
 
 // Types that are not decoded are here so that a file with them can be checked and named.
 constexpr std::array kTypes = {
-    decoded<F32Block>(0, "F32", DType::f32),
-    decoded<F16Block>(1, "F16", DType::f16),
-    decoded<Q40Block>(2, "Q4_0"),
-    decoded<Q41Block>(3, "Q4_1"),
-    decoded<Q50Block>(6, "Q5_0"),
-    decoded<Q51Block>(7, "Q5_1"),
-    decoded<Q80Block>(8, "Q8_0"),
+    elements<F32Block>(0, "F32", DType::f32),
+    elements<F16Block>(1, "F16", DType::f16),
+    codes<Q40Block>(2, "Q4_0"),
+    codes<Q41Block>(3, "Q4_1"),
+    codes<Q50Block>(6, "Q5_0"),
+    codes<Q51Block>(7, "Q5_1"),
+    codes<Q80Block>(8, "Q8_0"),
     GgufType{9, "Q8_1", 32, 40},
     GgufType{10, "Q2_K", 256, 84},
     GgufType{11, "Q3_K", 256, 110},
-    decoded<Q4KBlock>(12, "Q4_K"),
-    decoded<Q5KBlock>(13, "Q5_K"),
-    decoded<Q6KBlock>(14, "Q6_K"),
+    codes<Q4KBlock>(12, "Q4_K"),
+    codes<Q5KBlock>(13, "Q5_K"),
+    codes<Q6KBlock>(14, "Q6_K"),
     GgufType{15, "Q8_K", 256, 292},
     GgufType{16, "IQ2_XXS", 256, 66},
     GgufType{17, "IQ2_XS", 256, 74},
     GgufType{18, "IQ3_XXS", 256, 98},
     GgufType{19, "IQ1_S", 256, 50},
-    decoded<Iq4NlBlock>(20, "IQ4_NL"),
+    codes<Iq4NlBlock>(20, "IQ4_NL"),
     GgufType{21, "IQ3_S", 256, 110},
     GgufType{22, "IQ2_S", 256, 82},
-    decoded<Iq4XsBlock>(23, "IQ4_XS"),
+    codes<Iq4XsBlock>(23, "IQ4_XS"),
     GgufType{24, "I8", 1, 1},
     GgufType{25, "I16", 1, 2},
     GgufType{26, "I32", 1, 4},
     GgufType{27, "I64", 1, 8},
     GgufType{28, "F64", 1, 8},
     GgufType{29, "IQ1_M", 256, 56},
-    decoded<Bf16Block>(30, "BF16", DType::bf16),
+    elements<Bf16Block>(30, "BF16", DType::bf16),
     GgufType{34, "TQ1_0", 256, 54},
     GgufType{35, "TQ2_0", 256, 66},
     GgufType{39, "MXFP4", 32, 17},

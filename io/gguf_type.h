@@ -6,6 +6,7 @@
 #include <optional>
 #include <string_view>
 
+#include "lib/weight_code.h"
 #include "sluice/types.h"
 
 namespace sluice {
@@ -15,6 +16,10 @@ struct GgufType {
   // Writes the weights of `blocks` blocks in fp32, in the order of operations of the reference, so
   // that they equal its weights bit for bit.
   using Decode = void (*)(const std::byte* from, std::int64_t blocks, float* to);
+  // Writes the codes of one block, as many groups as it has. Their weights equal decoded ones, but
+  // scales and offsets that are products are rounded to f16, and of two scales within a group the
+  // smaller's codes are rounded to the other's quarter steps (Q6_K).
+  using Groups = void (*)(const std::byte* block, CodedGroup* to);
 
   std::uint32_t id = 0;
   std::string_view name;  // "Q4_K"
@@ -22,6 +27,8 @@ struct GgufType {
   std::int64_t bytes = 0;
   std::optional<DType> element = std::nullopt;  // of a type without blocks that is a DType
   Decode decode = nullptr;                      // null: Sluice does not decode the type
+  WeightCode code = WeightCode::elements;       // the narrowest that has the codes of its blocks
+  Groups groups = nullptr;                      // of a type with a code
 };
 
 // Null if the format has no type with this id.
