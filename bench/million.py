@@ -106,8 +106,13 @@ def cards(sluice: Sluice) -> list[str]:
     return rows
 
 
+def asked(weights: str) -> str:
+    """What `sluice plan` is asked for."""
+    return "elements" if weights == "bf16" else weights
+
+
 def cell(plan: dict[str, Any]) -> str:
-    weights = "bf16" if plan["weights"] == "auto" else plan["weights"]
+    weights = "bf16" if plan["weights"] in ("auto", "elements") else plan["weights"]
     predicted = plan["predicted"]
     host = plan["bytes"]["host_rows_bytes"]
     return (
@@ -137,7 +142,7 @@ def longest(sluice: Sluice) -> list[str]:
                 for cap in caps:
                     plan, _ = sluice.plan(
                         "--shape", shape, "--machine", "rtx5090", "--context", "1K",
-                        "--device-memory", f"{cap}GiB", "--weights", weights, "--policy", policy,
+                        "--device-memory", f"{cap}GiB", "--weights", asked(weights), "--policy", policy,
                     )  # fmt: skip
                     cells.append(f"{plan['longest_context']:,}" if plan else "-")
                     resident.append(resident_tokens(plan, cap) if plan else "-")
@@ -180,7 +185,7 @@ def of_disk() -> list[Measured]:
     for run in disk_runs():
         command = shlex.split(run["command"])
         plan = [*BF16, "--machine", "h200", "--context", str(run["plan"]["context"]),
-                "--policy", flag(command, "--policy"), "--weights", flag(command, "--weights", "bf16"),
+                "--policy", flag(command, "--policy"), "--weights", flag(command, "--weights", "elements"),
                 "--device-memory", flag(command, "--device-memory")]  # fmt: skip
         where = "host memory" if run["plan"]["resident_tokens"] < run["plan"]["context"] else "device"
         # That build took steps of 4,096 tokens at most by itself.
@@ -211,7 +216,7 @@ def of_steps() -> list[Measured]:
     values = "select=int4 prune=top_k(16) compensate=values"
     alone = steps("decode_text_alone_h200.json")
     for policy in ("values", "sparq", "sluice select=int4 candidates=none"):
-        plan = [*BF16, "--machine", "h200", "--context", "131072", "--weights", "bf16",
+        plan = [*BF16, "--machine", "h200", "--context", "131072", "--weights", "elements",
                 "--policy", values if policy == "values" else policy,
                 "--device-memory", "24GiB"]  # fmt: skip
         name = f"H200, 131,072 tokens, bf16, `{policy}`" + (" with 16 rows" if policy == "values" else "")
@@ -219,7 +224,7 @@ def of_steps() -> list[Measured]:
         measured.append(Measured(name, "decode_text_alone_h200.json", time, None, plan))
     for run in read("decode_text_weights_h200.json")["runs"]:
         tokens = int(run["name"].split("/")[2].removeprefix("tokens:"))
-        plan = [*BF16, "--machine", "h200", "--context", str(tokens), "--weights", run["weights"],
+        plan = [*BF16, "--machine", "h200", "--context", str(tokens), "--weights", asked(run["weights"]),
                 "--policy", "values", "--device-memory", "24GiB"]  # fmt: skip
         name = f"H200, {tokens:,} tokens, {run['weights']}, `values`"
         measured.append(Measured(name, "decode_text_weights_h200.json", run["real_time"], None, plan))
@@ -230,12 +235,12 @@ def of_prompts(twelve: Path) -> list[Measured]:
     measured = []
     for file, machine in (("sparse_prefill_pages_512k_h100.json", "h100"),):
         for result in read(file)["results"]:
-            plan = [*BF16, "--machine", machine, "--context", str(result["prompt_tokens"]), "--weights", "bf16",
+            plan = [*BF16, "--machine", machine, "--context", str(result["prompt_tokens"]), "--weights", "elements",
                     "--policy", result["policy"] if result["policy"] != "dense" else "select=dense"]  # fmt: skip
             name = f"H100, {result['prompt_tokens']:,} tokens, bf16, `{result['policy']}`"
             measured.append(Measured(name, file, None, result["median_seconds"], plan))
     dense = read("sparse_prefill_512k_h200.json")["runs"]["dense"]["timings"]
-    plan = [*BF16, "--machine", "h200", "--context", str(dense["prefill_tokens"]), "--weights", "bf16",
+    plan = [*BF16, "--machine", "h200", "--context", str(dense["prefill_tokens"]), "--weights", "elements",
             "--policy", "dense"]  # fmt: skip
     name = f"H200, {dense['prefill_tokens']:,} tokens, bf16, `dense`"
     measured.append(
@@ -245,7 +250,7 @@ def of_prompts(twelve: Path) -> list[Measured]:
         if not result["model"].startswith("12 layers"):
             continue
         plan = [*BF16, "--shape", str(twelve), "--machine", "h200", "--context", str(result["prompt_tokens"]),
-                "--weights", "bf16", "--policy", result["policy"], "--device-memory", "24GiB",
+                "--weights", "elements", "--policy", result["policy"], "--device-memory", "24GiB",
                 "--chunk", str(result["chunk"])]  # fmt: skip
         name = (
             f"H200, 12 layers, {result['prompt_tokens']:,} tokens, bf16, 16 rows, 4-bit keys, "
@@ -259,7 +264,7 @@ def of_prompts(twelve: Path) -> list[Measured]:
     for tokens in (32768, 131072, 1045000):
         policy = "values prune=top_k(32) prefill=pages(0.1)"
         plan = [*BF16, "--shape", str(twelve), "--machine", "h100", "--context", str(tokens), "--weights",
-                "bf16", "--policy", "select=int4 prune=top_k(32) compensate=values prefill=pages(0.1)",
+                "elements", "--policy", "select=int4 prune=top_k(32) compensate=values prefill=pages(0.1)",
                 "--device-memory", "24GiB"]  # fmt: skip
         name = f"H100, 12 layers, {tokens:,} tokens, bf16, 32 rows, 4-bit keys"
         time = host[f"decode/{policy}/tokens:{tokens}"]

@@ -139,6 +139,17 @@ void Checkpoint::require(std::string_view name, const std::vector<std::int64_t>&
   source_->require_loadable(tensor);
 }
 
+bool Checkpoint::has_codes() const {
+  return std::any_of(tensors_.begin(), tensors_.end(), [](const auto& entry) {
+    return entry.second.code != WeightCode::elements;
+  });
+}
+
+void Checkpoint::read_codes(std::string_view name, std::int64_t first, WeightCode code,
+                            std::span<std::byte> destination) const {
+  source_->read_codes(locate(name), first, code, destination);
+}
+
 void Checkpoint::read(std::string_view name, std::uint64_t first,
                       std::span<std::byte> destination) const {
   source_->read(locate(name), first, destination);

@@ -54,7 +54,15 @@ class Checkpoint {
   // Fills `destination` with a tensor's elements of its dtype, from their byte `first` on. Throws
   // Error{corrupt} if there is no such tensor, and what TensorSource::read throws.
   void read(std::string_view name, std::uint64_t first, std::span<std::byte> destination) const;
-  // Bytes of host memory that a call of read() takes besides its destination.
+  // The narrowest code that has a matrix's weights as the file does; elements: it has no codes.
+  // Throws Error{corrupt} if there is no such tensor.
+  WeightCode code(std::string_view name) const { return locate(name).code; }
+  bool has_codes() const;  // of any matrix
+  // Fills `destination` with coded rows from row `first` on, in the tensor's code or in int8.
+  // Throws as read() does.
+  void read_codes(std::string_view name, std::int64_t first, WeightCode code,
+                  std::span<std::byte> destination) const;
+  // Bytes of host memory that a call of read() or read_codes() takes besides its destination.
   std::uint64_t scratch_bytes() const { return source_->scratch_bytes(); }
   // Call after all weights are read: throws Error{io} if a file of weights was written to since it
   // was opened.

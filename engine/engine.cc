@@ -49,10 +49,9 @@ void validate(const EngineConfig& config) {
     throw Error(ErrorCode::usage, "`kv_dtype` must be " + alternatives(row_format_names()) +
                                       ", and `compute` " + alternatives(dtype_names()));
   }
-  if (config.weights && !config.weights->is_coded()) {
+  if (config.weights && config.weights->code == WeightCode::uint4) {
     throw Error(ErrorCode::usage,
-                "`weights` must be int8 or int4, or unset for the checkpoint's elements; `compute` "
-                "chooses the elements that products take");
+                "`weights` must be elements, int8 or int4, or unset: only files have uint4");
   }
   static_cast<void>(HostShare(config.host_attention));  // throws if it is invalid
 }
@@ -107,6 +106,7 @@ ModelInfo describe(const Checkpoint& checkpoint, const RowFormat& rows) {
   info.weight_bytes = checkpoint.parameter_bytes();
   info.weight_dtype = matrix_dtype(checkpoint);
   info.stored_types = checkpoint.stored_types();
+  info.has_codes = checkpoint.has_codes();
   info.parameters = checkpoint.parameters();
   info.kv = kv_shape(c, rows);
   info.hidden = c.hidden_size;
@@ -183,12 +183,12 @@ bool spares_half(const KvPlan& longer, const KvPlan& usual) {
          is_half(longer.cache_rows, usual.cache_rows) && read(longer) <= read(usual);
 }
 
-int chunk_for(const Checkpoint& checkpoint, Backend& backend, const WeightFormat& format,
+int chunk_for(const Checkpoint& checkpoint, Backend& backend, const WeightChoice& choice,
               int readers) {
   if (backend.info().compute_tier == Tier::host) return kChunk;
   const MemoryAccount& account = backend.account(Tier::device);
   const std::uint64_t taken =
-      account.used() + weight_sizes(checkpoint, backend, format, readers).total;
+      account.used() + weight_sizes(checkpoint, backend, choice, readers).total;
   const std::uint64_t room = account.cap() - std::min(account.cap(), taken);
   int chunk = kDeviceChunk;
   while (chunk > kChunk &&
@@ -245,8 +245,7 @@ Engine Engine::Impl::open_to_plan(const EngineConfig& config, Checkpoint checkpo
   require_supported(backend->info(), info.kv);
   const bool knows_layers = !checkpoint.config().windows.empty();
   info.window_limits = info.window && !(knows_layers && backend->info().windows);
-  const WeightFormat format = config.weights.value_or(backend->weight_format());
-  require_format(checkpoint, *backend, format);
+  require_formats(checkpoint, *backend, config.weights);
   std::unique_ptr<Queue> queue = backend->make_queue();
   if (config.counter) queue = std::make_unique<CountedQueue>(std::move(queue), config.counter);
   if (config.trace) queue = std::make_unique<TracedQueue>(std::move(queue), config.trace);
@@ -259,7 +258,7 @@ Engine Engine::Impl::open_to_plan(const EngineConfig& config, Checkpoint checkpo
   EngineConfig chosen = config;
   const bool is_open = config.chunk == 0;
   const int readers = reader_count(config.threads);
-  if (is_open) chosen.chunk = chunk_for(checkpoint, *backend, format, readers);
+  if (is_open) chosen.chunk = chunk_for(checkpoint, *backend, config.weights, readers);
   auto* const impl = new Impl{
       std::move(chosen),   std::move(checkpoint), std::move(info), {},           std::move(backend),
       std::move(attender), std::move(queue),      backend_bytes,   staging_bytes};
@@ -303,7 +302,7 @@ Policy Engine::policy(std::string_view text) const {
 // Everything except the KV cache.
 Plan Engine::Impl::model_plan(const SessionOptions& options, int chunk) const {
   const ModelConfig& model = checkpoint.config();
-  const WeightSizes weights = weight_sizes(checkpoint, *backend, weight_format(), readers);
+  const WeightSizes weights = weight_sizes(checkpoint, *backend, config.weights, readers);
   Plan plan;
   plan.weight_bytes = weights.total;
   plan.loading_bytes = weights.transient;
@@ -492,7 +491,7 @@ void Engine::load_weights(const std::function<void(double)>& progress) {
   if (self->decoder) return;
   const Turn turn(*self);
   ModelWeights weights = sluice::load_weights(self->checkpoint, *self->backend,
-                                              self->weight_format(), self->readers, progress);
+                                              self->config.weights, self->readers, progress);
   self->decoder.emplace(self->checkpoint.config(), std::move(weights), *self->queue,
                         self->config.observer);
 }

@@ -48,7 +48,6 @@ struct Engine::Impl {
   int sessions = 0;
 
   // The format of the matrices; norms and biases are f32.
-  WeightFormat weight_format() const { return config.weights.value_or(backend->weight_format()); }
 
   DiskSource disk_source() const {
     return {config.disk ? config.disk->directories : std::vector<std::filesystem::path>()};

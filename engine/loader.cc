@@ -23,20 +23,25 @@ std::int64_t piece_bytes(const Backend& backend, const ReadOptions& options) {
 constexpr int kMaxReaders = 16;
 constexpr std::uint64_t kSlotAlignment = 64;
 
-// Rows [first, first + rows) of a group, all of one dtype.
+// Rows [first, first + rows) of a group, all of one format.
 struct Piece {
   const TensorPlace* place;
-  DType dtype;  // as stored
+  WeightFormat format;  // as they are read
   std::int64_t first;
   std::int64_t rows;
 
   // A row of vectors is one element.
   std::int64_t columns() const { return std::max<std::int64_t>(place->group->columns, 1); }
   std::size_t bytes_of(std::int64_t count) const {
-    return static_cast<std::size_t>(count * columns()) * size_of(dtype);
+    return static_cast<std::size_t>(count) * format.row_bytes(columns());
   }
   std::size_t bytes() const { return bytes_of(rows); }
 };
+
+// Returns true if the loader or the backend finds codes for the piece's elements.
+bool is_coded_here(const Piece& piece) {
+  return piece.place->format.is_coded() && !piece.format.is_coded();
+}
 
 // All pieces, in the order of the places.
 class Pieces {
@@ -54,7 +59,7 @@ class Pieces {
     if (backend_->info().codes_weights) return 0;
     std::int64_t most = 0;
     for (const Piece& piece : all_) {
-      if (piece.place->format.is_coded()) most = std::max(most, piece.columns());
+      if (is_coded_here(piece)) most = std::max(most, piece.columns());
     }
     return static_cast<std::uint64_t>(most) * sizeof(float);
   }
@@ -69,6 +74,7 @@ class Pieces {
  private:
   void add(const TensorPlace& place) {
     const TensorGroup& group = *place.group;
+    if (place.has_codes) return divide({&place, place.format, 0, group.rows()});
     if (group.columns > 0) return divide({&place, dtype_of(group.parts.front()), 0, group.rows()});
     // The vectors of a group may differ in dtype, so each is divided by itself.
     std::int64_t first = 0;
@@ -86,7 +92,7 @@ class Pieces {
     const std::int64_t most = std::max<std::int64_t>(bytes_ / block_bytes, 1) * block;
     const std::int64_t end = whole.first + whole.rows;
     for (std::int64_t first = whole.first; first < end; first += most) {
-      all_.push_back({whole.place, whole.dtype, first, std::min(most, end - first)});
+      all_.push_back({whole.place, whole.format, first, std::min(most, end - first)});
     }
   }
 
@@ -149,9 +155,13 @@ class Reader {
       const std::int64_t first = std::max(piece.first, part_first);
       const std::int64_t end = std::min(piece.first + piece.rows, part_first + part.rows);
       if (first < end) {
-        const std::size_t bytes = piece.bytes_of(end - first);
-        checkpoint_->read(part.name, piece.bytes_of(first - part_first), {to, bytes});
-        to += bytes;
+        const std::span destination(to, piece.bytes_of(end - first));
+        if (piece.format.is_coded()) {
+          checkpoint_->read_codes(part.name, first - part_first, piece.format.code, destination);
+        } else {
+          checkpoint_->read(part.name, piece.bytes_of(first - part_first), destination);
+        }
+        to += destination.size();
       }
       part_first += part.rows;
     }
@@ -161,23 +171,22 @@ class Reader {
     const TensorPlace& place = *piece.place;
     const std::int64_t columns = piece.columns();
     if (place.weight != nullptr) {
-      WeightRows rows = {slot.staging, piece.dtype, piece.rows, columns};
-      if (place.format.is_coded() && !codes_weights_) {
-        rows = encode_rows(rows, place.format, coding_);
-      }
+      WeightRows rows = {slot.staging, piece.format, piece.rows, columns};
+      if (is_coded_here(piece) && !codes_weights_) rows = encode_rows(rows, place.format, coding_);
       slot.queue->run(WriteWeightParams{place.weight, piece.first, rows});
       return;
     }
     const DType dtype = place.format.element;
     std::byte* const to =
         place.memory + static_cast<std::size_t>(piece.first * columns) * size_of(dtype);
-    if (piece.dtype == dtype) {
+    const DType stored = piece.format.element;
+    if (stored == dtype) {
       const CopyOp op = {to, slot.staging, piece.bytes()};
       slot.queue->copy({&op, 1});
     } else {
       const std::int64_t count = piece.rows * columns;
       slot.queue->run(
-          CastParams{{slot.staging, piece.dtype, 1, count, count}, {to, dtype, 1, count, count}});
+          CastParams{{slot.staging, stored, 1, count, count}, {to, dtype, 1, count, count}});
     }
   }
 

@@ -19,6 +19,7 @@ struct TensorPlace {
   Weight* weight = nullptr;
   std::byte* memory = nullptr;
   WeightFormat format = DType::f32;
+  bool has_codes = false;  // of the files; else those of `format` are found while reading
 };
 
 // Number of threads that read, at most `threads` (0: as many as can run at the same time) and at

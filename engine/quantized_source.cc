@@ -19,11 +19,13 @@
 #include <cstring>
 #include <map>
 #include <optional>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "lib/check.h"
 #include "lib/text.h"
+#include "lib/weight_code.h"
 #include "sluice/errors.h"
 #include "sluice/half.h"
 
@@ -72,19 +74,53 @@ struct Entry {
   std::int64_t groups() const { return (inputs + group - 1) / group; }
 };
 
-// Weights [first, end) of a tensor, as they are decoded.
-struct Target {
+// Weights [first, end) of a tensor, decoded.
+struct Elements {
   std::int64_t inputs;
   std::int64_t first;
   std::int64_t end;
   DType dtype;
   std::byte* to;
 
+  void put(std::int64_t row, std::int64_t column, int code, int zero, float scale) const {
+    put(row, column, static_cast<float>(code - zero) * scale);
+  }
   void put(std::int64_t row, std::int64_t column, float value) const {
     const std::int64_t at = row * inputs + column;
     if (at < first || at >= end) return;
     const std::uint16_t bits = dtype == DType::f16 ? float_to_f16(value) : float_to_bf16(value);
     std::memcpy(to + (at - first) * 2, &bits, 2);
+  }
+};
+
+// Coded rows [first, end) of a tensor, whose columns come in ascending order.
+struct CodedTarget {
+  WeightFormat format;
+  CodedRow at;
+  std::size_t row_bytes;
+  int middle;  // of the codes: what int8 has as zero
+  std::int64_t first;
+  std::int64_t end;
+  std::byte* to;
+
+  void put(std::int64_t row, std::int64_t column, int code, int zero, float scale) const {
+    if (row < first || row >= end) return;
+    std::byte* const here = to + static_cast<std::size_t>(row - first) * row_bytes;
+    const auto c = static_cast<std::size_t>(column);
+    if (column % kWeightGroup == 0) {
+      const std::array line = {float_to_f16(scale),
+                               float_to_f16(static_cast<float>(middle - zero) * scale)};
+      const std::size_t group = c / kWeightGroup * sizeof line[0];
+      std::memcpy(here + group, &line[0], sizeof line[0]);
+      std::memcpy(here + at.offsets + group, &line[1], sizeof line[1]);
+    }
+    if (format.code == WeightCode::int8) {
+      here[at.codes + c] = static_cast<std::byte>(code - middle);
+    } else if (column % 2 == 0) {
+      here[at.codes + c / 2] = static_cast<std::byte>(code);
+    } else {
+      here[at.codes + c / 2] |= static_cast<std::byte>(code << 4);
+    }
   }
 };
 
@@ -126,7 +162,8 @@ class QuantizedSource final : public TensorSource {
       const std::uint64_t zeros = entry.zeros.info == nullptr ? 0 : entry.zeros.stored_bytes;
       all.insert_or_assign(
           name, SourceTensor{&entry.info, entry.codes.file, entry.codes.part,
-                             entry.codes.stored_bytes + entry.scales.stored_bytes + zeros});
+                             entry.codes.stored_bytes + entry.scales.stored_bytes + zeros,
+                             code_of(entry)});
     }
     return all;
   }
@@ -141,14 +178,25 @@ class QuantizedSource final : public TensorSource {
     if (entry == nullptr) return stored_->read(tensor, first, destination);
     check(first % 2 == 0 && destination.size() % 2 == 0, "a part of an element");
     const auto begin = static_cast<std::int64_t>(first / 2);
-    const Target target = {entry->inputs, begin,
-                           begin + static_cast<std::int64_t>(destination.size() / 2),
-                           *entry->info.dtype, destination.data()};
+    const Elements target = {entry->inputs, begin,
+                             begin + static_cast<std::int64_t>(destination.size() / 2),
+                             *entry->info.dtype, destination.data()};
     if (target.end == target.first) return;
     const std::int64_t rows = target.first / entry->inputs;
     const std::int64_t end = (target.end + entry->inputs - 1) / entry->inputs;
-    is_transposed() ? read_transposed(*entry, rows, end, target)
-                    : read_rows(*entry, rows, end, target);
+    read_into(target, *entry, rows, end);
+  }
+
+  void read_codes(const SourceTensor& tensor, std::int64_t first, WeightCode code,
+                  std::span<std::byte> destination) const override {
+    const Entry& entry = entries_.at(tensor.info->name);
+    const WeightFormat format = code;
+    const std::size_t row_bytes = format.row_bytes(entry.inputs);
+    const std::int64_t end = first + static_cast<std::int64_t>(destination.size() / row_bytes);
+    const int middle = how_.bits == 8 ? 128 : 0;
+    read_into(CodedTarget{format, CodedRow(format, entry.inputs), row_bytes, middle, first, end,
+                          destination.data()},
+              entry, first, end);
   }
 
   std::uint64_t scratch_bytes() const override {
@@ -164,6 +212,15 @@ class QuantizedSource final : public TensorSource {
     return how_.method == QuantMethod::gptq || how_.method == QuantMethod::awq;
   }
   std::int64_t codes_in_word() const { return 32 / how_.bits; }
+
+  // E4M3 has no line of codes, and a coded row no scales for less than a group.
+  WeightCode code_of(const Entry& entry) const {
+    if (how_.method == QuantMethod::fp8 || entry.inputs % kWeightGroup != 0 ||
+        entry.group % kWeightGroup != 0) {
+      return WeightCode::elements;
+    }
+    return how_.bits == 8 ? WeightCode::int8 : WeightCode::uint4;
+  }
 
   const Entry* find(const SourceTensor& tensor) const {
     const auto found = entries_.find(tensor.info->name);
@@ -358,7 +415,16 @@ class QuantizedSource final : public TensorSource {
     return values;
   }
 
+  // Rows [first, end).
+  template <typename Target>
+  void read_into(const Target& target, const Entry& entry, std::int64_t first,
+                 std::int64_t end) const {
+    is_transposed() ? read_transposed(entry, first, end, target)
+                    : read_rows(entry, first, end, target);
+  }
+
   // Rows [first, end) of a GPTQ or AWQ weight, which are columns of the stored matrix.
+  template <typename Target>
   void read_transposed(const Entry& entry, std::int64_t first, std::int64_t end,
                        const Target& target) const {
     // Whole words, because those of AWQ hold several outputs.
@@ -388,6 +454,7 @@ class QuantizedSource final : public TensorSource {
     return result;
   }
 
+  template <typename Target>
   void read_gptq(const Entry& entry, std::int64_t first, std::int64_t rows,
                  const Target& target) const {
     const std::int64_t n = codes_in_word();
@@ -401,14 +468,15 @@ class QuantizedSource final : public TensorSource {
         for (std::int64_t row = 0; row < rows; ++row) {
           const auto r = static_cast<std::size_t>(row);
           for (int i = 0; i < static_cast<int>(n); ++i) {
-            const int code = code_at(codes[r], i, how_.bits) - zeros[r];
-            target.put(first + row, input + i, static_cast<float>(code) * scales[r]);
+            target.put(first + row, input + i, code_at(codes[r], i, how_.bits), zeros[r],
+                       scales[r]);
           }
         }
       }
     }
   }
 
+  template <typename Target>
   void read_awq(const Entry& entry, std::int64_t first, std::int64_t rows,
                 const Target& target) const {
     const std::int64_t width = entry.outputs / 8;
@@ -420,22 +488,25 @@ class QuantizedSource final : public TensorSource {
             words(entry.codes, input * width + first / 8, rows / 8);
         for (std::int64_t row = 0; row < rows; ++row) {
           const auto r = static_cast<std::size_t>(row);
-          const int code =
-              code_at(codes[r / 8], awq_place(static_cast<int>(row % 8)), 4) - zeros[r];
-          target.put(first + row, input, static_cast<float>(code) * scales[r]);
+          const int place = awq_place(static_cast<int>(row % 8));
+          target.put(first + row, input, code_at(codes[r / 8], place, 4), zeros[r], scales[r]);
         }
       }
     }
   }
 
   // Rows [first, end) of a packed or fp8 weight, as they are stored.
+  template <typename Target>
   void read_rows(const Entry& entry, std::int64_t first, std::int64_t end,
                  const Target& target) const {
     const std::int64_t most = rows_at_once(entry);
     for (; first < end; first += most) {
       const std::int64_t rows = std::min(most, end - first);
-      how_.method == QuantMethod::fp8 ? read_fp8(entry, first, rows, target)
-                                      : read_packed(entry, first, rows, target);
+      if (how_.method != QuantMethod::fp8) {
+        read_packed(entry, first, rows, target);
+      } else if constexpr (std::is_same_v<Target, Elements>) {
+        read_fp8(entry, first, rows, target);
+      }
     }
   }
 
@@ -446,7 +517,7 @@ class QuantizedSource final : public TensorSource {
   }
 
   void read_fp8(const Entry& entry, std::int64_t first, std::int64_t rows,
-                const Target& target) const {
+                const Elements& target) const {
     std::vector<std::uint8_t> codes(static_cast<std::size_t>(rows * entry.inputs));
     stored_->read(entry.codes, static_cast<std::uint64_t>(first * entry.inputs),
                   std::as_writable_bytes(std::span(codes)));
@@ -465,6 +536,7 @@ class QuantizedSource final : public TensorSource {
     }
   }
 
+  template <typename Target>
   void read_packed(const Entry& entry, std::int64_t first, std::int64_t rows,
                    const Target& target) const {
     const std::int64_t n = codes_in_word();
@@ -488,10 +560,8 @@ class QuantizedSource final : public TensorSource {
                          how_.bits);
         }
         const std::uint32_t word = codes[static_cast<std::size_t>(row * width + column / n)];
-        const int code = code_at(word, static_cast<int>(column % n), how_.bits) - zero;
-        target.put(
-            first + row, column,
-            static_cast<float>(code) * scales[static_cast<std::size_t>(row * groups + group)]);
+        target.put(first + row, column, code_at(word, static_cast<int>(column % n), how_.bits),
+                   zero, scales[static_cast<std::size_t>(row * groups + group)]);
       }
     }
   }

@@ -10,6 +10,8 @@
 #include <string_view>
 
 #include "io/safetensors_header.h"
+#include "lib/check.h"
+#include "sluice/weight_format.h"
 
 namespace sluice {
 
@@ -18,6 +20,8 @@ struct SourceTensor {
   const std::filesystem::path* file = nullptr;  // that it is in
   std::size_t part = 0;                         // number of that file among the source's
   std::uint64_t stored_bytes = 0;               // in the file
+  // The narrowest code that has a matrix's weights as the file does; elements: it has no codes.
+  WeightCode code = WeightCode::elements;
 };
 
 // Has tensors under the names and with the rows of Hugging Face checkpoints; what the pointers of
@@ -43,7 +47,13 @@ class TensorSource {
   // between elements. Throws Error{io} if reading fails.
   virtual void read(const SourceTensor& tensor, std::uint64_t first,
                     std::span<std::byte> destination) const = 0;
-  // Bytes of host memory that a call of read() takes besides its destination.
+  // Fills `destination` with coded rows of a tensor with codes from its row `first` on, in its own
+  // code or in int8. Throws Error{io} if reading fails.
+  virtual void read_codes(const SourceTensor& /*tensor*/, std::int64_t /*first*/,
+                          WeightCode /*code*/, std::span<std::byte> /*destination*/) const {
+    check(false, "codes of a source that has none");
+  }
+  // Bytes of host memory that a call of read() or read_codes() takes besides its destination.
   virtual std::uint64_t scratch_bytes() const { return 0; }
   // Throws Error{io} if a file was written to since it was opened.
   virtual void require_unchanged() const = 0;

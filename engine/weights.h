@@ -3,6 +3,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "engine/checkpoint.h"
@@ -34,14 +35,17 @@ struct ModelWeights {
   std::unique_ptr<Weight> lm_head;  // [vocabulary, hidden]
 };
 
-// Loads with `readers` threads, matrices in `format`. For `progress` and errors see read_tensors().
+// EngineConfig::weights: the format of matrices. Unset: the checkpoint's codes where it has codes.
+using WeightChoice = std::optional<WeightFormat>;
+
+// Loads with `readers` threads. For `progress` and errors see read_tensors().
 ModelWeights load_weights(const Checkpoint& checkpoint, Backend& backend,
-                          const WeightFormat& format, int readers,
+                          const WeightChoice& choice, int readers,
                           const std::function<void(double)>& progress);
 
-// Throws Error{unsupported} if the backend cannot store the model's matrices in `format`.
-void require_format(const Checkpoint& checkpoint, const Backend& backend,
-                    const WeightFormat& format);
+// Throws Error{unsupported} if the backend cannot store the model's matrices so.
+void require_formats(const Checkpoint& checkpoint, const Backend& backend,
+                     const WeightChoice& choice);
 
 struct WeightSizes {
   std::vector<WeightShape> products;  // one per matrix shape
@@ -49,6 +53,6 @@ struct WeightSizes {
   std::uint64_t transient = 0;        // bytes of host memory besides, while it runs
 };
 WeightSizes weight_sizes(const Checkpoint& checkpoint, const Backend& backend,
-                         const WeightFormat& format, int readers);
+                         const WeightChoice& choice, int readers);
 
 }  // namespace sluice

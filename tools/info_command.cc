@@ -30,7 +30,8 @@ std::string describe(const ModelInfo& info) {
   text +=
       labelled("parameters",
                std::to_string(info.parameters) + " (" + format_bytes(info.weight_bytes) + " in " +
-                   (alike ? dtype : info.stored_types + ", matrices read as " + dtype) + ")");
+                   (alike ? dtype : info.stored_types) +
+                   (alike || info.has_codes ? "" : ", matrices read as " + dtype) + ")");
   text += labelled("layers", std::to_string(kv.layers));
   text += labelled("hidden", std::to_string(info.hidden) + ", feed-forward " +
                                  std::to_string(info.intermediate));

@@ -101,8 +101,8 @@ void ModelFlags::add_to(CLI::App& app) {
       ->capture_default_str();
   app.add_option(
          "--weights", weights,
-         "bits of weights, coded while loading: int8 (9 bits with scales) or int4 (4.5, but "
-         "Q, K and V in int8); auto: as the checkpoint has them")
+         "bits of weights: int8 (9 with scales) and int4 (4.5, but Q, K and V in int8) are coded "
+         "while loading; auto: as the files have them, elements: decoded")
       ->check(words_or({"auto"}, weight_code_names()))
       ->capture_default_str();
   add_integer(app, "--threads", threads, "threads, 0 for one per core, within the CPU quota")

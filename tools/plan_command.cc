@@ -100,11 +100,7 @@ PlanWish wish_of(const PlanFlags& flags) {
   wish.host_memory = parse_cap(flags.host_memory, "--host-memory");
   if (!flags.disk.empty()) wish.disk = parse_disk(flags.disk);
   wish.loss = flags.loss;
-  if (flags.weights == "bf16") {
-    wish.weights = DType::bf16;
-  } else if (flags.weights != "auto") {
-    wish.weights = parse_weight_code(flags.weights, "--weights");
-  }
+  if (flags.weights != "auto") wish.weights = parse_weight_code(flags.weights, "--weights");
   if (flags.rows != "auto") wish.rows = parse_row_format(flags.rows, "--kv-dtype");
   if (flags.policy != "auto") wish.policy = flags.policy;
   wish.chunk = flags.chunk;
@@ -148,6 +144,11 @@ const char* cap_name(Tier tier) {
   return tier == Tier::host ? "--host-memory" : "--device-memory";
 }
 
+std::string weights_text(const std::optional<WeightFormat>& weights) {
+  if (!weights) return "as the files have them";
+  return weights->is_coded() ? "coded in " + to_string(*weights) + " while loading" : "decoded";
+}
+
 // Which cap binds, and what a GiB more of each gives.
 std::string gains_text(const AdvisedPlan& plan) {
   std::string text = row("longest context",
@@ -169,7 +170,7 @@ std::string gains_text(const AdvisedPlan& plan) {
               number(" for %.2f", plan.times->step * 1e3);
     }
     if (gain.weights != plan.settings.weights) {
-      what += ", with weights in " + (gain.weights ? to_string(*gain.weights) : "bf16");
+      what += ", with weights " + weights_text(gain.weights);
     }
     text += row((std::string("+1 GiB ") + cap_name(gain.tier)).c_str(), what);
   }
@@ -179,8 +180,7 @@ std::string gains_text(const AdvisedPlan& plan) {
 std::string describe(const AdvisedPlan& plan, const PlanWish& wish) {
   const PlanSettings& s = plan.settings;
   std::string text = plan.plan.to_table();
-  text += row("weights", s.weights ? to_string(*s.weights) + ", coded while loading"
-                                   : std::string("the checkpoint's"));
+  text += row("weights", weights_text(s.weights));
   text += row("rows", to_string(s.rows) + (plan.plan.kv.on_disk ? ", on disk" : ""));
   text += row("policy", s.policy);
   text += row("loss", losses_line(plan));
@@ -251,7 +251,7 @@ Command add_plan(CLI::App& app) {
                  "most KL divergence of all that is chosen. Default: 0.005, and of weights what "
                  "their bits cost; settings that you give are not counted");
   app.add_option("--weights", flags->weights, "bits of weights; auto: as many as there is room for")
-      ->check(words_or({"auto", "bf16"}, weight_code_names()))
+      ->check(words_or({"auto"}, weight_code_names()))
       ->capture_default_str();
   app.add_option("--kv-dtype", flags->rows,
                  "type of rows; auto: bf16, int8 where host memory does not hold bf16, on a CPU "

@@ -95,7 +95,7 @@ typedef struct sluice_engine_options {
   const char* model;       // Hugging Face checkpoint directory; required
   const char* device;      // "cpu" (NULL), "cuda", "cuda:N" or "reference"
   const char* compute;     // "f32", "f16" or "bf16"; NULL: chosen by the device
-  const char* weights;     // "int8" or "int4"; NULL: as they are stored
+  const char* weights;     // "elements", "int8" or "int4"; NULL: as they are stored
   const char* kv_dtype;    // of the rows: "bf16" (NULL), "f16", "f32", "int8" or "k8v4"
   int32_t threads;         // 0: one per core
   int32_t chunk;           // most tokens per prefill step; 0: chosen

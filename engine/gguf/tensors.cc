@@ -79,6 +79,35 @@ void decode(const GgufFile& file, const GgufTensor& tensor, std::int64_t first, 
   }
 }
 
+// Reads coded rows [first, first + rows) of a matrix with codes.
+void read_coded_rows(const GgufFile& file, const GgufTensor& tensor, std::int64_t first,
+                     std::int64_t rows, WeightCode code, std::byte* to) {
+  const GgufType& type = *tensor.type;
+  const std::int64_t inputs = tensor.shape.back();
+  const WeightFormat format = code;
+  const CodedRow at(format, inputs);
+  const auto groups_of_block = static_cast<std::size_t>(type.block / kWeightGroup);
+  std::array<CodedGroup, kRun / kWeightGroup> groups{};
+  const std::int64_t row_blocks = inputs / type.block;
+  std::int64_t block = first * row_blocks;
+  const std::int64_t end = block + rows * row_blocks;
+  const std::int64_t most = static_cast<std::int64_t>(kRawBytes) / type.bytes;
+  std::vector<std::byte> raw(static_cast<std::size_t>(std::min(most, end - block) * type.bytes));
+  while (block < end) {
+    const std::int64_t some = std::min(most, end - block);
+    file.read(tensor, static_cast<std::uint64_t>(block * type.bytes),
+              std::span(raw).first(static_cast<std::size_t>(some * type.bytes)));
+    for (std::int64_t i = 0; i < some; ++i, ++block) {
+      type.groups(raw.data() + i * type.bytes, groups.data());
+      const auto row = static_cast<std::size_t>(block / row_blocks - first);
+      const std::size_t group = static_cast<std::size_t>(block % row_blocks) * groups_of_block;
+      for (std::size_t g = 0; g < groups_of_block; ++g) {
+        put_group(groups[g], group + g, format, at, to + row * format.row_bytes(inputs));
+      }
+    }
+  }
+}
+
 class GgufTensorSource final : public TensorSource {
  public:
   GgufTensorSource(std::shared_ptr<const std::vector<GgufFile>> parts, const ModelConfig& config)
@@ -104,7 +133,7 @@ class GgufTensorSource final : public TensorSource {
     std::map<std::string_view, SourceTensor> all;
     for (const auto& [name, entry] : entries_) {
       all.emplace(name, SourceTensor{&entry.info, &(*parts_)[entry.part].path(), entry.part,
-                                     entry.stored->bytes});
+                                     entry.stored->bytes, code_of(entry)});
     }
     return all;
   }
@@ -125,6 +154,20 @@ class GgufTensorSource final : public TensorSource {
     check(first % element == 0 && destination.size() % element == 0, "a part of an element");
     read_weights(entry, static_cast<std::int64_t>(first / element),
                  static_cast<std::int64_t>(destination.size() / element), destination.data());
+  }
+
+  void read_codes(const SourceTensor& tensor, std::int64_t first, WeightCode code,
+                  std::span<std::byte> destination) const override {
+    const Entry& entry = entries_.at(tensor.info->name);
+    const GgufFile& file = (*parts_)[entry.part];
+    const std::size_t row_bytes = WeightFormat(code).row_bytes(entry.info.shape.back());
+    const auto rows = static_cast<std::int64_t>(destination.size() / row_bytes);
+    std::byte* const to = destination.data();
+    if (entry.paired == 0) return read_coded_rows(file, *entry.stored, first, rows, code, to);
+    for (std::int64_t row = 0; row < rows; ++row) {
+      read_coded_rows(file, *entry.stored, stored_row(entry, first + row), 1, code,
+                      to + static_cast<std::size_t>(row) * row_bytes);
+    }
   }
 
   std::uint64_t scratch_bytes() const override {
@@ -172,6 +215,11 @@ class GgufTensorSource final : public TensorSource {
     if (turns && are_whole_heads && has_paired_rows(config)) entry.paired = config.head_dim;
     std::string name = entry.info.name;
     entries_.emplace(std::move(name), std::move(entry));
+  }
+
+  // Vectors are elements in every backend.
+  static WeightCode code_of(const Entry& entry) {
+    return entry.info.shape.size() == 2 ? entry.stored->type->code : WeightCode::elements;
   }
 
   // Row i of the first half of a head is its row 2 i in the file, and row i of the second 2 i + 1.

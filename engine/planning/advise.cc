@@ -99,9 +99,7 @@ class Chooser {
   std::vector<Formats> formats() const {
     std::vector<std::optional<WeightFormat>> weights = {std::nullopt, WeightCode::int8,
                                                         WeightCode::int4};
-    if (wish_.weights) {
-      weights = {wish_.weights->is_coded() ? wish_.weights : std::nullopt};
-    }
+    if (wish_.weights) weights = {wish_.weights};
     std::vector<std::vector<RowFormat>> rows = {{DType::bf16, RowCode::int8}, {RowCode::k8v4}};
     if (wish_.rows) rows = {{*wish_.rows}};
     std::vector<Formats> all;

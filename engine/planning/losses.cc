@@ -53,7 +53,7 @@ std::optional<double> policy_loss(const Policy& policy) {
 double row_loss(const RowFormat& rows) { return loss_of("rows", to_string(rows)); }
 
 double weight_loss(const std::optional<WeightFormat>& weights) {
-  return weights ? loss_of("weights", to_string(*weights)) : 0.0;
+  return weights ? loss_of("weights", std::string(to_string(weights->code))) : 0.0;
 }
 
 PrefillLoss sparse_prefill() {

@@ -160,7 +160,7 @@ std::string to_json(const AdvisedPlan& plan) {
                {"device", s.on_gpu ? "gpu" : "cpu"},
                {"context", s.context},
                {"chunk", s.chunk},
-               {"weights", s.weights ? to_string(*s.weights) : "auto"},
+               {"weights", s.weights ? to_string(s.weights->code) : "auto"},
                {"kv_dtype", to_string(s.rows)},
                {"policy", s.policy},
                {"losses",

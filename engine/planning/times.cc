@@ -112,7 +112,7 @@ double product_weights(const ModelInfo& info) {
 double weights_seconds(const Machine& m, const StepBytes& bytes, const ModelInfo& info,
                        const std::optional<WeightFormat>& weights) {
   const double read = static_cast<double>(bytes.weights) / (kWeightShare * m.memory_rate);
-  if (!weights) return read;
+  if (!weights || !weights->is_coded()) return read;
   const double per_clock = weights->code == WeightCode::int8 ? kInt8Weights : kInt4Weights;
   return std::max(read, product_weights(info) / (per_clock * m.multiprocessors * m.clock));
 }
@@ -126,11 +126,16 @@ StepBytes step_bytes(const Plan& plan, const Policy& policy, const ModelInfo& in
   const double tokens = static_cast<double>(kv.context);
   const double heads = shape.kv_heads;
   StepBytes bytes;
-  const WeightFormat format = weights.value_or(info.weight_dtype);
-  const std::uint64_t table = info.tied_embeddings ? 0
-                                                   : static_cast<std::uint64_t>(info.vocabulary) *
-                                                         format.row_bytes(info.hidden);
-  bytes.weights = plan.weight_bytes - std::min(plan.weight_bytes, table);
+  // Files that have codes have them in most matrices, about as many bits of each.
+  const double per_weight =
+      !weights && info.has_codes
+          ? static_cast<double>(plan.weight_bytes) / static_cast<double>(info.parameters)
+          : static_cast<double>(weights.value_or(info.weight_dtype).row_bytes(kWeightGroup)) /
+                static_cast<double>(kWeightGroup);
+  const double table =
+      info.tied_embeddings ? 0.0 : per_weight * static_cast<double>(info.vocabulary) * info.hidden;
+  bytes.weights =
+      plan.weight_bytes - std::min(plan.weight_bytes, static_cast<std::uint64_t>(table));
   double keys = 0.0;
   double values = 0.0;
   for (int layer = 0; layer < shape.layers; ++layer) {
@@ -215,7 +220,8 @@ StepTimes predict(const Machine& m, const Plan& plan, const StepBytes& bytes, co
   }
 
   // Two operations per weight; four per channel for every pair of a query and a key.
-  const double coded = weights ? kCodedPrompt : 1.0;
+  const bool is_coded = weights ? weights->is_coded() : info.has_codes;
+  const double coded = is_coded ? kCodedPrompt : 1.0;
   const double products = 2.0 * product_weights(info) * tokens / (m.flops * kProductShare * coded);
   const double pairs = policy.prefill.pages > 0.0 ? between(kPageShares, policy.prefill.pages)
                        : policy.prefill.tau > 0.0 ? 0.7

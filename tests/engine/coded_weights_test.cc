@@ -297,8 +297,8 @@ TEST(CodedModel, RefusesWhatCannotBe) {
                    return std::make_unique<WithoutCodes>(cpu::CpuOptions{1, DType::f32, weights});
                  });
                });
-  expect_error(ErrorCode::usage, "`weights` must be int8 or int4",
-               [&] { Engine::open(exact(model.path(), DType::bf16)); });
+  expect_error(ErrorCode::usage, "only files have uint4",
+               [&] { Engine::open(exact(model.path(), WeightCode::uint4)); });
   const testing::TempDir odd;
   write_odd_model(odd);
   EXPECT_EQ(Engine::open(exact(odd.path(), std::nullopt)).info().hidden, 48);

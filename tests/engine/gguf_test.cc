@@ -36,14 +36,20 @@ using testing::TempDir;
 
 const std::filesystem::path kShipped = SLUICE_SOURCE_DIR "/models/sluice-22m";
 
-// Logits after the tokens as a prompt, and after one decoded token.
-std::vector<float> logits_of(const std::filesystem::path& model, const std::vector<TokenId>& ids) {
+EngineConfig exact(const std::filesystem::path& model, std::optional<WeightFormat> weights) {
   EngineConfig config;
   config.model = model;
   config.device = "cpu";
   config.compute = DType::f32;
   config.kv_dtype = DType::f32;
-  Engine engine = Engine::open(config);
+  config.weights = weights;
+  return config;
+}
+
+// Logits after the tokens as a prompt, and after one decoded token.
+std::vector<float> logits_of(const std::filesystem::path& model, const std::vector<TokenId>& ids,
+                             std::optional<WeightFormat> weights = WeightCode::elements) {
+  Engine engine = Engine::open(exact(model, weights));
   Session session = engine.new_session(static_cast<std::int64_t>(ids.size()) + 1);
   const std::span<const float> prompt = session.prefill(ids);
   std::vector<float> all(prompt.begin(), prompt.end());
@@ -101,21 +107,29 @@ struct BlockType {
   const char* name;
   std::vector<std::size_t> scales;  // offsets of f16 numbers in a block
   std::vector<float> sizes;         // which make the weights about 1
+  WeightCode code;                  // that holds the codes
+  double loses;                     // most that logits differ by, of their deviation
 };
 
 // Of the K-quants, the second number scales what the first does not centre.
 const std::vector<BlockType>& block_types() {
+  constexpr auto k8 = WeightCode::int8;
+  constexpr auto kLevels = WeightCode::int4;
+  constexpr auto kLine = WeightCode::uint4;
+  constexpr double kNothing = 1e-4;   // sums in another order
+  constexpr double kRounds = 0.01;    // scales
+  constexpr double kRegroups = 0.05;  // two scales into one
   static const std::vector<BlockType> types = {
-      {8, "Q8_0", {0}, {1.0f / 74}},
-      {2, "Q4_0", {0}, {1.0f / 4.6f}},
-      {3, "Q4_1", {0, 2}, {1.0f / 4.6f, -7.5f / 4.6f}},
-      {6, "Q5_0", {0}, {1.0f / 9.2f}},
-      {7, "Q5_1", {0, 2}, {1.0f / 9.2f, -15.5f / 9.2f}},
-      {12, "Q4_K", {0, 2}, {1.0f / 330, 7.5f / 330}},
-      {13, "Q5_K", {0, 2}, {1.0f / 660, 15.5f / 660}},
-      {14, "Q6_K", {208}, {1.0f / 1360}},
-      {20, "IQ4_NL", {0}, {1.0f / 67}},
-      {23, "IQ4_XS", {0}, {1.0f / 1240}},
+      {8, "Q8_0", {0}, {1.0f / 74}, k8, kNothing},
+      {2, "Q4_0", {0}, {1.0f / 4.6f}, kLine, kNothing},
+      {3, "Q4_1", {0, 2}, {1.0f / 4.6f, -7.5f / 4.6f}, kLine, kNothing},
+      {6, "Q5_0", {0}, {1.0f / 9.2f}, k8, kNothing},
+      {7, "Q5_1", {0, 2}, {1.0f / 9.2f, -15.5f / 9.2f}, k8, kNothing},
+      {12, "Q4_K", {0, 2}, {1.0f / 330, 7.5f / 330}, kLine, kRounds},
+      {13, "Q5_K", {0, 2}, {1.0f / 660, 15.5f / 660}, k8, kRounds},
+      {14, "Q6_K", {208}, {1.0f / 1360}, k8, kRegroups},
+      {20, "IQ4_NL", {0}, {1.0f / 67}, kLevels, kNothing},
+      {23, "IQ4_XS", {0}, {1.0f / 1240}, kLevels, kRounds},
   };
   return types;
 }
@@ -151,6 +165,7 @@ class QuantisedPair {
   static constexpr int kSize = 256;  // hidden and intermediate, and 4 heads of 64
   static constexpr int kKeys = 128;  // 2 KV heads
   static constexpr int kTokens = 96;
+  static constexpr int kMatrixRows = 2 * kTokens + 2 * (5 * kSize + 2 * kKeys);
 
   // `all`: the type of every matrix; null: another for each.
   QuantisedPair(std::uint64_t seed, const BlockType* all, DType dtype)
@@ -279,6 +294,37 @@ TEST(GgufModel, LogitsAreThoseOfTheDecodedWeights) {
   for (const BlockType& type : block_types()) {
     SCOPED_TRACE(type.name);
     expect_same_logits(QuantisedPair(seed, &type, DType::bf16));
+  }
+}
+
+double deviation_of(const std::vector<float>& logits) {
+  double squares = 0.0;
+  for (const float logit : logits) squares += double{logit} * logit;
+  return std::sqrt(squares / static_cast<double>(logits.size()));
+}
+
+// Files keep their codes, in the bytes that these take, unless elements are asked for.
+TEST(GgufModel, KeepsTheCodesOfFiles) {
+  const std::uint64_t seed = testing::seed(42);
+  SCOPED_TRACE(testing::seed_message(seed));
+  for (const BlockType& type : block_types()) {
+    SCOPED_TRACE(type.name);
+    const QuantisedPair pair(seed, &type, DType::f32);
+    const std::vector<float> expected = logits_of(pair.folder(), some_tokens());
+    const std::vector<float> actual = logits_of(pair.gguf(), some_tokens(), std::nullopt);
+    const double loss = largest_difference(expected, actual) / deviation_of(expected);
+    EXPECT_LE(loss, type.loses);
+    Engine engine = Engine::open(exact(pair.gguf(), std::nullopt));
+    EXPECT_TRUE(engine.info().has_codes);
+    Engine coded = Engine::open(exact(pair.gguf(), WeightCode::int8));
+    const auto bytes = [](const Engine& of) {
+      return static_cast<std::int64_t>(of.plan(64).weight_bytes);
+    };
+    const auto in = [](WeightFormat format) {
+      return static_cast<std::int64_t>(format.row_bytes(QuantisedPair::kSize));
+    };
+    EXPECT_EQ(bytes(engine) - bytes(coded),
+              QuantisedPair::kMatrixRows * (in(type.code) - in(WeightCode::int8)));
   }
 }
 

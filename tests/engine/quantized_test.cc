@@ -2,6 +2,7 @@
 // everything that is not computed refused by name.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstring>
@@ -11,6 +12,7 @@
 #include <vector>
 
 #include "engine/folder_source.h"
+#include "lib/weight_code.h"
 #include "sluice/engine.h"
 #include "sluice/half.h"
 #include "tests/io/test_files.h"
@@ -247,6 +249,38 @@ class Quantized : public ::testing::Test {
       ASSERT_EQ(read(first, count), std::vector(at, at + static_cast<std::ptrdiff_t>(count)))
           << first << " " << count;
     }
+    if (tensor.code != WeightCode::elements) expect_codes(source, tensor, expected);
+  }
+
+  // Reads the rows' codes, and runs of them, in the tensor's own code and in int8. Their weights are
+  // those expected before either was rounded.
+  static void expect_codes(const TensorSource& source, const SourceTensor& tensor,
+                           const std::vector<std::uint16_t>& expected) {
+    const std::int64_t rows = tensor.info->shape[0];
+    const std::int64_t inputs = tensor.info->shape[1];
+    std::vector<float> weights(expected.size());
+    std::transform(expected.begin(), expected.end(), weights.begin(),
+                   *tensor.info->dtype == DType::f16 ? f16_to_float : bf16_to_float);
+    float largest = 0.0f;
+    for (const float weight : weights) largest = std::max(largest, std::abs(weight));
+    for (const WeightFormat& format : {WeightFormat(tensor.code), WeightFormat(WeightCode::int8)}) {
+      const std::size_t row_bytes = format.row_bytes(inputs);
+      for (const std::int64_t first : {std::int64_t{0}, rows / 3, rows - 1}) {
+        std::vector<std::byte> coded(static_cast<std::size_t>(rows - first) * row_bytes);
+        source.read_codes(tensor, first, format.code, coded);
+        std::vector<float> row(static_cast<std::size_t>(inputs));
+        for (std::int64_t r = first; r < rows; ++r) {
+          decode_row(coded.data() + static_cast<std::size_t>(r - first) * row_bytes, format, inputs,
+                     row.data());
+          for (std::int64_t i = 0; i < inputs; ++i) {
+            const float weight = weights[static_cast<std::size_t>(r * inputs + i)];
+            ASSERT_NEAR(row[static_cast<std::size_t>(i)], weight,
+                        0x1p-8f * std::abs(weight) + 0x1p-10f * largest)
+                << to_string(format) << " row " << r << " input " << i;
+          }
+        }
+      }
+    }
   }
 
   testing::TempDir directory_;
@@ -262,6 +296,8 @@ TEST_F(Quantized, Gptq) {
         add_gptq(tensors, "m", codes, bits, std::string_view(format) == "gptq" ? 1 : 0);
         const auto source = open(gptq_config(bits, group == 96 ? -1 : group, format), tensors);
         expect_weights(*source, weights_of(codes, true), DType::f16, {320, 96});
+        EXPECT_EQ(source->tensors().at("m.weight").code,
+                  bits == 8 ? WeightCode::int8 : WeightCode::uint4);
       }
     }
   }
@@ -504,20 +540,24 @@ TEST(QuantizedModel, GivesTheLogitsOfItsWeights) {
   quantized["quantization_config"] = awq_config(32);
   coded_folder.write("config.json", quantized.dump());
   coded_folder.write("model.safetensors", coded.file());
-  for (const bool recoded : {false, true}) {
-    std::vector<std::vector<float>> logits;
-    for (const testing::TempDir* folder : {&plain_folder, &coded_folder}) {
-      EngineConfig engine_config = testing::config_for();
-      engine_config.model = folder->path();
-      if (recoded) engine_config.weights = WeightCode::int8;
-      Engine engine = Engine::open(engine_config);
-      EXPECT_EQ(engine.info().weight_dtype, DType::f16);
-      Session session = engine.new_session(64);
-      logits.push_back(testing::copy_of(session.prefill(std::vector<TokenId>{3, 1, 4, 1, 5, 9})));
-    }
-    EXPECT_EQ(logits[0], logits[1]);
-    EXPECT_GT(*std::max_element(logits[0].begin(), logits[0].end()), 0.0f);
+  const auto logits_of = [](const testing::TempDir& folder, std::optional<WeightFormat> weights) {
+    EngineConfig engine_config = testing::config_for();
+    engine_config.model = folder.path();
+    engine_config.weights = weights;
+    Engine engine = Engine::open(engine_config);
+    EXPECT_EQ(engine.info().weight_dtype, DType::f16);
+    Session session = engine.new_session(64);
+    return testing::copy_of(session.prefill(std::vector<TokenId>{3, 1, 4, 1, 5, 9}));
+  };
+  for (const WeightCode code : {WeightCode::elements, WeightCode::int8}) {
+    const std::vector<float> logits = logits_of(plain_folder, code);
+    EXPECT_EQ(logits, logits_of(coded_folder, code));
+    EXPECT_GT(*std::max_element(logits.begin(), logits.end()), 0.0f);
   }
+  // In the codes of the file, whose offsets are rounded to f16 and whose weights are not.
+  EXPECT_LT(testing::largest_difference(logits_of(plain_folder, std::nullopt),
+                                        logits_of(coded_folder, std::nullopt)),
+            0.02);
 }
 
 }  // namespace

@@ -58,10 +58,12 @@ struct EngineConfig {
   // The dtype of matrix products. Unset: on a CPU bf16 for a bf16 checkpoint if the processor is
   // fast at it, else f32, which is exact; on a GPU the checkpoint's dtype.
   std::optional<DType> compute;
-  // The code of matrices, int8 (9 bits per weight) or int4 (4.5, but Q, K and V in int8), made from
-  // the checkpoint's elements while loading; norms and biases stay f32. Unset: elements. A matrix
-  // with inputs that groups of 32 do not divide throws Error{unsupported} in Engine::open(), and a
-  // format of plain elements Error{usage}.
+  // How matrices are held; norms and biases are f32 in any case. Unset: as the files have them, in
+  // the files' codes where the device multiplies these, in int8 where it does not, in elements
+  // where the files have no codes. Elements: decoded. int8 (9 bits per weight) and int4 (4.5, but
+  // Q, K and V in int8): coded anew while loading; a matrix with inputs that groups of 32 do not
+  // divide throws Error{unsupported} in Engine::open(). uint4, which only files have, throws
+  // Error{usage}.
   std::optional<WeightFormat> weights;
   // Caps in bytes on all sessions together. The device cap is the size of the device tier; on a
   // GPU it also covers weights and activations. Without it the CPU attends rows in host memory,
@@ -100,6 +102,7 @@ struct ModelInfo {
   std::uint64_t weight_bytes = 0;    // as stored
   DType weight_dtype = DType::bf16;  // dtype of the matrices; f32 if they differ
   std::string stored_types;          // as files call them, most bytes first: "Q4_K, Q6_K, F32"
+  bool has_codes = false;            // of weights, which EngineConfig::weights unset keeps
   KvShape kv;
   int hidden = 0;
   int intermediate = 0;

@@ -97,7 +97,7 @@ struct PlanSettings {
   bool on_gpu = false;
   std::int64_t context = 0;
   int chunk = 0;                                       // most tokens of a prompt's step
-  std::optional<WeightFormat> weights = std::nullopt;  // unset: the checkpoint's elements
+  std::optional<WeightFormat> weights = std::nullopt;  // as EngineConfig::weights
   RowFormat rows;
   std::string policy;
   std::optional<std::uint64_t> device_memory = std::nullopt;
