@@ -47,8 +47,6 @@ struct Engine::Impl {
   bool is_busy = false;
   int sessions = 0;
 
-  // The format of the matrices; norms and biases are f32.
-
   DiskSource disk_source() const {
     return {config.disk ? config.disk->directories : std::vector<std::filesystem::path>()};
   }

@@ -70,6 +70,7 @@ struct Entry {
   std::int64_t inputs = 0;
   std::int64_t group = 0;           // inputs per scale
   std::int64_t rows_per_scale = 1;  // outputs per scale
+  float largest_scale = 0.0f;
 
   std::int64_t groups() const { return (inputs + group - 1) / group; }
 };
@@ -213,10 +214,15 @@ class QuantizedSource final : public TensorSource {
   }
   std::int64_t codes_in_word() const { return 32 / how_.bits; }
 
-  // E4M3 has no line of codes, and a coded row no scales for less than a group.
+  // E4M3 has no line of codes, and a coded row no scales for less than a group. Scales and offsets
+  // are f16 there, which has no steps of less than 2^-24 and ends at 65504.
   WeightCode code_of(const Entry& entry) const {
-    if (how_.method == QuantMethod::fp8 || entry.inputs % kWeightGroup != 0 ||
-        entry.group % kWeightGroup != 0) {
+    constexpr float kLeastScale = 0x1p-16f;
+    constexpr float kMostScale = 128.0f;
+    const bool is_in_groups = entry.inputs % kWeightGroup == 0 && entry.group % kWeightGroup == 0;
+    const bool is_in_range =
+        entry.largest_scale >= kLeastScale && entry.largest_scale <= kMostScale;
+    if (how_.method == QuantMethod::fp8 || !is_in_groups || !is_in_range) {
       return WeightCode::elements;
     }
     return how_.bits == 8 ? WeightCode::int8 : WeightCode::uint4;
@@ -275,7 +281,7 @@ class QuantizedSource final : public TensorSource {
     } else {
       add_transposed(base, entry);
     }
-    require_scales(entry);
+    entry.largest_scale = largest_scale(entry);
     const DType scale = entry.scales.info->dtype.value();
     entry.info.name = base + ".weight";
     entry.info.stored_dtype = how_.name;
@@ -376,7 +382,9 @@ class QuantizedSource final : public TensorSource {
     }
   }
 
-  void require_scales(const Entry& entry) const {
+  // Throws Error{corrupt} if a scale is no number.
+  float largest_scale(const Entry& entry) const {
+    float largest = 0.0f;
     const TensorInfo& info = *entry.scales.info;
     if (!info.dtype) corrupt(info.name, "is " + info.stored_dtype + ", not F16, BF16 or F32");
     const std::int64_t count = info.elements();
@@ -384,8 +392,10 @@ class QuantizedSource final : public TensorSource {
     for (std::int64_t first = 0; first < count; first += most) {
       for (const float scale : floats(entry.scales, first, std::min(most, count - first))) {
         if (!std::isfinite(scale)) corrupt(info.name, "has a scale that is NaN or infinite");
+        largest = std::max(largest, std::abs(scale));
       }
     }
+    return largest;
   }
 
   // ---- Elements

@@ -328,6 +328,19 @@ TEST_F(Quantized, Packed) {
   }
 }
 
+// Scales of coded rows are f16: where these would be coarse or infinite, weights are decoded.
+TEST_F(Quantized, ScalesBeyondF16AreDecoded) {
+  for (const float scale : {1e-6f, 1e3f}) {
+    Codes codes = random_codes(random_, 6, 64, 32, 4, false, true);
+    std::fill(codes.scales.begin(), codes.scales.end(), float_to_bf16(scale));
+    Tensors tensors;
+    add_packed(tensors, "m", codes, 4, true);
+    const auto source = open(packed_config(4, 32), tensors);
+    EXPECT_EQ(source->tensors().at("m.weight").code, WeightCode::elements) << scale;
+    expect_weights(*source, weights_of(codes, false), DType::bf16, {6, 64});
+  }
+}
+
 // E4M3 by its definition: 4 bits of exponent with bias 7, 3 of mantissa; no infinities.
 double e4m3(int code) {
   const int exponent = code / 8 % 16;
