@@ -2,6 +2,7 @@
 // their shapes and types say, and can be read and decoded; every value of the metadata is read by
 // each accessor or refused. The model, the tokenizer and the chat template in it are accepted, too,
 // or refused; what is accepted can be read, and encodes a text into ids of the model.
+#include <algorithm>
 #include <map>
 #include <vector>
 
@@ -66,10 +67,29 @@ std::string hold(const std::vector<GgufFile>& parts) {
   return types;
 }
 
+// Rows of codes, in a matrix's own code and in int8, are the same at once and one by one.
+void hold_codes(const Checkpoint& checkpoint, std::string_view name) {
+  const std::vector<std::int64_t>& shape = checkpoint.info(name).shape;
+  for (const WeightFormat& format :
+       {WeightFormat(checkpoint.code(name)), WeightFormat(WeightCode::int8)}) {
+    const std::size_t row_bytes = format.row_bytes(shape[1]);
+    std::vector<std::byte> whole(static_cast<std::size_t>(shape[0]) * row_bytes);
+    checkpoint.read_codes(name, 0, format.code, whole);
+    std::vector<std::byte> row(row_bytes);
+    for (std::int64_t i = 0; i < shape[0]; ++i) {
+      checkpoint.read_codes(name, i, format.code, row);
+      require(std::equal(row.begin(), row.end(),
+                         whole.begin() + i * static_cast<std::ptrdiff_t>(row_bytes)),
+              "a row of codes is the same by itself");
+    }
+  }
+}
+
 std::string hold_model(const Checkpoint& checkpoint) {
   for (const std::string_view name : checkpoint.names()) {
     std::vector<std::byte> bytes(static_cast<std::size_t>(checkpoint.info(name).bytes()));
     checkpoint.read(name, 0, bytes);
+    if (checkpoint.code(name) != WeightCode::elements) hold_codes(checkpoint, name);
   }
   return checkpoint.config().architecture;
 }

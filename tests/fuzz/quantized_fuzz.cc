@@ -1,6 +1,6 @@
 // A config.json with a quantization_config, a line "---", and a safetensors file, as it is and with
 // a corrected header length. In an accepted checkpoint every weight has the bytes of its shape and
-// the same elements whether it is read at once or in parts.
+// the same elements, and codes if it has some, whether it is read at once or in parts.
 #include <algorithm>
 #include <memory>
 #include <vector>
@@ -26,6 +26,23 @@ std::vector<std::byte> read_in_parts(const TensorSource& source, const SourceTen
   return bytes;
 }
 
+// Rows of codes, in the tensor's own code and in int8, are the same at once and one by one.
+void hold_codes(const TensorSource& source, const SourceTensor& tensor) {
+  const std::int64_t rows = tensor.info->shape[0];
+  for (const WeightFormat& format : {WeightFormat(tensor.code), WeightFormat(WeightCode::int8)}) {
+    const std::size_t row_bytes = format.row_bytes(tensor.info->shape[1]);
+    std::vector<std::byte> whole(static_cast<std::size_t>(rows) * row_bytes);
+    source.read_codes(tensor, 0, format.code, whole);
+    std::vector<std::byte> row(row_bytes);
+    for (std::int64_t i = 0; i < rows; ++i) {
+      source.read_codes(tensor, i, format.code, row);
+      require(std::equal(row.begin(), row.end(),
+                         whole.begin() + i * static_cast<std::ptrdiff_t>(row_bytes)),
+              "a row of codes is the same by itself");
+    }
+  }
+}
+
 std::string read_tensor(const TensorSource& source, const SourceTensor& tensor) {
   const TensorInfo& info = *tensor.info;
   const auto load = [&] { return source.require_loadable(tensor), true; };
@@ -38,6 +55,7 @@ std::string read_tensor(const TensorSource& source, const SourceTensor& tensor) 
   std::vector<std::byte> whole(static_cast<std::size_t>(info.bytes()));
   source.read(tensor, 0, whole);
   require(whole == read_in_parts(source, tensor), "a weight read in parts is the same");
+  if (tensor.code != WeightCode::elements) hold_codes(source, tensor);
   return info.stored_dtype + " ";
 }
 
