@@ -50,10 +50,14 @@ std::vector<Entry> entries_of(const fs::path& directory) {
 
 void require_directory(const fs::path& directory) {
   std::error_code error;
+  std::error_code unreadable;
   fs::create_directory(directory, error);
-  if (fs::is_directory(directory)) return;
-  throw Error(ErrorCode::io, directory.string() + ": is no directory for prefixes, and cannot be " +
-                                 "made one" + (error ? ": " + error.message() : ""));
+  if (fs::is_directory(directory, unreadable)) return;
+  const bool is_file = fs::exists(directory, unreadable);
+  throw Error(ErrorCode::io,
+              directory.string() + (is_file ? ": is a file, not a directory for prefixes"
+                                            : ": cannot be made, a directory for prefixes" +
+                                                  (error ? ": " + error.message() : "")));
 }
 
 // PageHashes::kind() of rows with this note; none: no policy has such rows.
