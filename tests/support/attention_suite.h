@@ -112,8 +112,11 @@ inline std::vector<AttentionImplementation> implementations() {
     for (const auto& [name, kernel] : {std::pair{"decode", cpu::AttendKernel::decode},
                                        std::pair{"prefill", cpu::AttendKernel::prefill}}) {
       all.push_back(forced(name + suffix, kernel, target));
-      // Vectors of one element fit rows of any length, so two head_dims are enough.
-      if (target == HWY_SCALAR) all.back().head_dims = {40, 64};
+      // The CPU backend above has every head_dim with this processor's own instructions. Of the
+      // others one that is no whole number of vectors, a usual one and the largest are enough, and
+      // vectors of one element fit rows of any length.
+      all.back().head_dims = {40, 64};
+      if (target != HWY_SCALAR) all.back().head_dims.push_back(256);
     }
   }
   for (const cpu::AttendKernel kernel : {cpu::AttendKernel::amx, cpu::AttendKernel::avx512_bf16}) {
