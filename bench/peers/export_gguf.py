@@ -1,9 +1,9 @@
-"""Writes a Llama-family Hugging Face checkpoint with tied embeddings as a GGUF file.
+"""Writes a Llama-family Hugging Face checkpoint as a GGUF file.
 
     bench/peers/export_gguf.py models/sluice-22m sluice-22m-Q8_0.gguf --type Q8_0
 
-Weights keep their bfloat16 bits, or are rounded to one of the types that the gguf package can write;
-norms become f32, as llama.cpp wants them. It rotates neighbouring channels where Hugging Face
+Weights keep their bfloat16 bits, or are rounded to one of the types that the gguf package can write,
+or by llama.cpp to a mixture of its own (Q4_K_M); norms become f32, as llama.cpp wants them. It rotates neighbouring channels where Hugging Face
 checkpoints rotate halves, so the rows of q_proj and k_proj of each head are interleaved on the way.
 """
 
@@ -49,6 +49,7 @@ def gguf_name(name: str) -> str:
     fixed = {
         "model.embed_tokens.weight": "token_embd.weight",
         "model.norm.weight": "output_norm.weight",
+        "lm_head.weight": "output.weight",
     }
     if name in fixed:
         return fixed[name]
@@ -64,6 +65,7 @@ def interleave_heads(weight: np.ndarray, heads: int) -> np.ndarray:
 
 
 TYPES = ("BF16", "F16", "F32", "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")
+MIXTURES = {"Q4_K_M": 15, "Q5_K_M": 17, "Q6_K": 18}  # enum llama_ftype
 
 
 def widened(bits: np.ndarray) -> np.ndarray:
@@ -124,12 +126,27 @@ def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Any, config: Any) -> None:
     writer.add_add_bos_token(True)
 
 
+def mix(source: Path, out: Path, kind: str) -> None:
+    """Quantises a GGUF file as llama.cpp does."""
+    import llama_cpp  # only here, because it has to be built
+
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype = MIXTURES[kind]
+    if llama_cpp.llama_model_quantize(str(source).encode(), str(out).encode(), params) != 0:
+        raise ValueError(f"{source}: llama.cpp did not quantise it")
+
+
 def export(model: Path, out: Path, kind: str = "BF16") -> None:
     """Writes `model` (a checkpoint directory) to the GGUF file `out`, with matrices of `kind`."""
+    if kind in MIXTURES:
+        whole = out.with_suffix(".bf16.gguf")
+        export(model, whole)
+        mix(whole, out, kind)
+        return whole.unlink()
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     tokenizer = json.loads((model / "tokenizer.json").read_text(encoding="utf-8"))
-    if config["model_type"] != "llama" or not config["tie_word_embeddings"]:
-        raise ValueError(f"{model}: only Llama checkpoints with tied embeddings can be exported")
+    if config["model_type"] != "llama":
+        raise ValueError(f"{model}: only Llama checkpoints can be exported")
     writer = gguf.GGUFWriter(out, "llama")
     add_config(writer, config, kind)
     add_tokenizer(writer, tokenizer, config)
@@ -144,7 +161,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Writes a checkpoint as a GGUF file.")
     parser.add_argument("model", type=Path, help="checkpoint directory")
     parser.add_argument("out", type=Path, help="GGUF file to write")
-    parser.add_argument("--type", choices=TYPES, default="BF16", help="of the matrices")
+    parser.add_argument("--type", choices=[*TYPES, *MIXTURES], default="BF16", help="of the matrices")
     args = parser.parse_args()
     export(args.model, args.out, args.type)
 

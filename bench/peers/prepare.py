@@ -26,6 +26,7 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="folder to write to")
     parser.add_argument("--tokens", type=int, required=True, help="with the BOS token")
     parser.add_argument("--decode-tokens", type=int, required=True)
+    parser.add_argument("--type", default="BF16", help="of the matrices of model.gguf")
     args = parser.parse_args()
     tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
     book = Path("data/war-and-peace.txt").read_text(encoding="utf-8")
@@ -36,10 +37,11 @@ def main() -> None:
     job = {
         "ids": [config["bos_token_id"], *ids],
         "decode_tokens": args.decode_tokens,
-        "golden": {key: golden["prose_400"][key] for key in ("ids", "greedy")},
     }
+    if args.type == "BF16":
+        job["golden"] = {key: golden["prose_400"][key] for key in ("ids", "greedy")}
     (args.out / "job.json").write_text(json.dumps(job), encoding="utf-8")
-    export(args.model, args.out / "model.gguf")
+    export(args.model, args.out / "model.gguf", args.type)
 
 
 if __name__ == "__main__":

@@ -5,13 +5,17 @@
     scripts/build.sh release
     bench/peers/run.py
 
-Everybody runs models/sluice-22m with bfloat16 weights, the same tokens of War and Peace and the
-same number of threads: one prefill to the last logits, then greedy decoding at that depth. Peers
-first prove, on a golden continuation, that they compute the same model.
+Everybody runs models/sluice-22m, the same tokens of War and Peace and the same number of threads:
+one prefill to the last logits, then greedy decoding at that depth. With bfloat16 weights peers first
+prove, on a golden continuation, that they compute the same model; in quantised files, which
+transformers does not read, the first token has to be the same.
+
+    bench/peers/run.py --type Q8_0 Q4_0 --tokens 32 8192 32768 --without-transformers
 
 The precision of the rest is the peer's own choice. llama.cpp computes attention with an f16 or bf16
 KV cache, transformers with everything in bfloat16 or float32. So each peer has several variants;
-all are tried once, and the one best at prefill and the one best at decode go on to the rounds. In a
+all are tried once, at the first depth from 1,024 tokens on, and the one best at prefill and the one
+best at decode go on to the rounds of every depth. In a
 round each contestant runs once, one after the other, so that a slow minute of the machine hits all.
 Peers run one warm-up before they measure, in the same process; Sluice runs as a fresh command. The
 result, with every single run, goes to bench/results/peers_cpu.json.
@@ -33,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HERE = Path("bench/peers")
 WORK = Path("build/peers")
 MODEL = Path("models/sluice-22m")
-SLUICE = Path("build/release/bin/sluice")
+TYPES = ("BF16", "F16", "F32", "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0", "Q4_K_M", "Q5_K_M", "Q6_K")
 CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8")
 PHASES = ("prefill", "decode")
 
@@ -67,32 +71,46 @@ def machine(threads: int) -> dict[str, Any]:
     }
 
 
-def versions(python: Path) -> dict[str, str]:
+def versions(python: Path, sluice_binary: Path) -> dict[str, str]:
     """Returns the versions of everything measured."""
     listed = json.loads(output_of(str(python), "-m", "pip", "list", "--format=json"))
     wanted = ("llama_cpp_python", "llama-cpp-python", "torch", "transformers")
     found = {item["name"]: item["version"] for item in listed if item["name"] in wanted}
-    found["sluice"] = output_of(str(SLUICE), "--version").split()[-1]
+    found["sluice"] = output_of(str(sluice_binary), "--version").split()[-1]
     found["sluice_commit"] = output_of("git", "describe", "--always", "--dirty")
     return found
 
 
-def write_prompt(python: Path, tokens: int, decode_tokens: int) -> None:
-    """Writes the prompt, as text for Sluice and as ids for the peers, and llama.cpp's model."""
-    command = [str(python), str(HERE / "prepare.py"), str(MODEL), str(WORK)]
-    subprocess.run([*command, f"--tokens={tokens}", f"--decode-tokens={decode_tokens}"], check=True)
+class Cell(NamedTuple):
+    """What contestants are compared at."""
+
+    type: str  # of the weights
+    tokens: int  # of the prompt
+    decode_tokens: int
+    threads: int
+
+    @property
+    def context(self) -> int:
+        return -(-(self.tokens + self.decode_tokens + 1) // 256) * 256
 
 
-def sluice(threads: int, decode_tokens: int) -> Contestant:
-    command = [str(SLUICE), "generate", "--model", str(MODEL)]
-    command += ["--prompt-file", str(WORK / "prompt.txt"), "--ignore-eos"]
+def prepare(python: Path, cell: Cell) -> None:
+    """Writes the prompt, as text for Sluice and as ids for the peers, and the GGUF file."""
+    command = [str(python), str(HERE / "prepare.py"), str(MODEL), str(WORK), "--type", cell.type]
+    command += ["--tokens", str(cell.tokens), "--decode-tokens", str(cell.decode_tokens)]
+    subprocess.run(command, check=True)
+
+
+def sluice(sluice_binary: Path, cell: Cell) -> list[Contestant]:
+    command = [str(sluice_binary), "generate", "--model", str(WORK / "model.gguf")]
+    command += ["--prompt-file", str(WORK / "prompt.txt"), "--ignore-eos", "--temperature", "0"]
     # The first token comes from the prefill's logits; the others are decode steps.
-    command += ["--max-tokens", str(decode_tokens + 1), "--threads", str(threads)]
-    command += ["--json", str(WORK / "sluice.json")]
-    return Contestant("sluice", "bf16 KV", command)
+    command += ["--max-tokens", str(cell.decode_tokens + 1), "--threads", str(cell.threads)]
+    command += ["--json", str(WORK / "sluice.json"), "--force"]
+    return [Contestant("sluice", "bf16 KV", command)]
 
 
-def llama_cpp(python: Path, threads: int, context: int) -> list[Contestant]:
+def llama_cpp(python: Path, cell: Cell) -> list[Contestant]:
     contestants = []
     for kv, flash, batch in [
         ("f16", 1, 512),
@@ -103,53 +121,59 @@ def llama_cpp(python: Path, threads: int, context: int) -> list[Contestant]:
         ("bf16", 0, 512),
     ]:
         command = [str(python), str(HERE / "llama_cpp_worker.py"), str(WORK / "job.json")]
-        command += ["--model", str(WORK / "model.gguf"), "--context", str(context)]
-        command += ["--threads", str(threads), "--kv", kv]
+        command += ["--model", str(WORK / "model.gguf"), "--context", str(cell.context)]
+        command += ["--threads", str(cell.threads), "--kv", kv]
         command += ["--flash", str(flash), "--batch", str(batch)]
         attention = "flash attention" if flash else "no flash attention"
         contestants.append(Contestant("llama.cpp", f"{kv} KV, {attention}, batch {batch}", command))
     return contestants
 
 
-def transformers(python: Path, threads: int) -> list[Contestant]:
+def transformers(python: Path, cell: Cell) -> list[Contestant]:
     contestants = []
     for dtype in ("bfloat16", "float32"):
         command = [str(python), str(HERE / "transformers_worker.py"), str(WORK / "job.json")]
-        command += ["--model", str(MODEL), "--threads", str(threads), "--dtype", dtype]
+        command += ["--model", str(MODEL), "--threads", str(cell.threads), "--dtype", dtype]
         contestants.append(Contestant("transformers", f"{dtype}, sdpa", command))
     return contestants
 
 
-def run(contestant: Contestant, threads: int, tokens: int) -> Rates:
-    """Runs a contestant once and returns its rates."""
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONDONTWRITEBYTECODE": "1"}
+class Run(NamedTuple):
+    rates: Rates
+    first_token: int
+
+
+def run(contestant: Contestant, cell: Cell) -> Run:
+    """Runs a contestant once."""
+    environment = os.environ | {
+        "OMP_NUM_THREADS": str(cell.threads),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
     done = subprocess.run(contestant.command, capture_output=True, text=True, env=environment)
     if done.returncode != 0:
         sys.exit(f"{shlex.join(contestant.command)} failed:\n{done.stderr}")
     if contestant.peer == "sluice":
-        timings = json.loads((WORK / "sluice.json").read_text(encoding="utf-8"))["timings"]
+        report = json.loads((WORK / "sluice.json").read_text(encoding="utf-8"))
+        timings, first = report["timings"], report["tokens"][0]
     else:
         timings = json.loads(done.stdout.splitlines()[-1])
-    if timings["prefill_tokens"] != tokens:
-        sys.exit(f"{contestant.peer} read {timings['prefill_tokens']} tokens instead of {tokens}")
+        first = timings["tokens"][0]
+    if timings["prefill_tokens"] != cell.tokens:
+        sys.exit(f"{contestant.peer} read {timings['prefill_tokens']} tokens instead of {cell.tokens}")
     rates = {p: timings[f"{p}_tokens"] / timings[f"{p}_seconds"] for p in PHASES}
     print(
         f"{contestant.peer:13} {contestant.variant:36}"
         f" prefill {rates['prefill']:8.1f} tok/s, decode {rates['decode']:7.2f} tok/s",
         flush=True,
     )
-    return rates
+    return Run(rates, first)
 
 
-def finalists(variants: list[Contestant], threads: int, tokens: int) -> list[Contestant]:
+def finalists(variants: list[Contestant], cell: Cell) -> list[str]:
     """Tries every variant once and returns the best at prefill and the best at decode."""
-    tried = [(variant, run(variant, threads, tokens)) for variant in variants]
-    chosen: list[Contestant] = []
-    for phase in PHASES:
-        best = max(tried, key=lambda pair: pair[1][phase])[0]
-        if best not in chosen:
-            chosen.append(best)
-    return chosen
+    tried = [(variant, run(variant, cell).rates) for variant in variants]
+    best = [max(tried, key=lambda pair: pair[1][phase])[0].variant for phase in PHASES]
+    return list(dict.fromkeys(best))
 
 
 def summary(values: list[float]) -> dict[str, Any]:
@@ -161,9 +185,9 @@ def summary(values: list[float]) -> dict[str, Any]:
     }
 
 
-def entry(contestant: Contestant, runs: list[Rates]) -> dict[str, Any]:
+def entry(contestant: Contestant, runs: list[Run]) -> dict[str, Any]:
     """The JSON of one contestant."""
-    rates = {f"{p}_tokens_per_second": summary([r[p] for r in runs]) for p in PHASES}
+    rates = {f"{p}_tokens_per_second": summary([r.rates[p] for r in runs]) for p in PHASES}
     command = shlex.join(contestant.command)
     return {"peer": contestant.peer, "variant": contestant.variant, "command": command} | rates
 
@@ -185,54 +209,73 @@ def ratios(entries: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=8192, help="of the prompt")
+    parser.add_argument("--type", nargs="+", default=["BF16"], choices=TYPES, help="of the weights")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8192], help="of the prompt")
     parser.add_argument("--decode-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--without-transformers", action="store_true")
     parser.add_argument("--python", type=Path, default=WORK / "venv/bin/python")
+    parser.add_argument("--sluice", type=Path, default=Path("build/release/bin/sluice"))
     parser.add_argument("--out", type=Path, default=Path("bench/results/peers_cpu.json"))
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.type != ["BF16"] and not args.without_transformers:
+        parser.error("transformers reads no quantised files: give --without-transformers")
+    return args
 
 
-def contestants(args: argparse.Namespace) -> list[Contestant]:
-    """Sluice and the finalists of each peer."""
-    context = -(-(args.tokens + args.decode_tokens + 1) // 256) * 256
-    peers = [llama_cpp(args.python, args.threads, context)]
-    if not args.without_transformers:
-        peers.append(transformers(args.python, args.threads))
-    chosen = [sluice(args.threads, args.decode_tokens)]
-    for variants in peers:
-        chosen += finalists(variants, args.threads, args.tokens)
-    return chosen
+def contestants(args: argparse.Namespace, cell: Cell) -> list[list[Contestant]]:
+    """Sluice, and every variant of each peer."""
+    peers = [sluice(args.sluice, cell), llama_cpp(args.python, cell)]
+    return peers if args.without_transformers else [*peers, transformers(args.python, cell)]
+
+
+def compare(args: argparse.Namespace, cell: Cell, chosen: set[str]) -> dict[str, Any]:
+    """The rounds of one cell, of the chosen variants."""
+    prepare(args.python, cell)
+    rivals = [c for peer in contestants(args, cell) for c in peer if c.variant in chosen]
+    runs: dict[str, list[Run]] = {c.peer + c.variant: [] for c in rivals}
+    for number in range(args.rounds):
+        print(f"{cell.type}, {cell.tokens} tokens, round {number + 1} of {args.rounds}")
+        for rival in rivals:
+            runs[rival.peer + rival.variant].append(run(rival, cell))
+    first = {one.first_token for of in runs.values() for one in of}
+    if len(first) > 1:
+        sys.exit(f"the contestants begin with different tokens: {sorted(first)}")
+    entries = [entry(c, runs[c.peer + c.variant]) for c in rivals]
+    return {
+        "type": cell.type,
+        "prefill_tokens": cell.tokens,
+        "decode_tokens": cell.decode_tokens,
+        "contestants": entries,
+        "sluice_over_best_of_peer": ratios(entries),
+    }
 
 
 def main() -> None:
     os.chdir(ROOT)
     args = parse_arguments()
     WORK.mkdir(parents=True, exist_ok=True)
-    write_prompt(args.python, args.tokens, args.decode_tokens)
-    chosen = contestants(args)
-    runs: dict[str, list[Rates]] = {c.peer + c.variant: [] for c in chosen}
-    for number in range(args.rounds):
-        print(f"round {number + 1} of {args.rounds}")
-        for contestant in chosen:
-            runs[contestant.peer + contestant.variant].append(
-                run(contestant, args.threads, args.tokens)
-            )
-    entries = [entry(c, runs[c.peer + c.variant]) for c in chosen]
+    cells = []
+    for kind in args.type:
+        depths = [Cell(kind, t, args.decode_tokens, args.threads) for t in sorted(args.tokens)]
+        trial = next((cell for cell in depths if cell.tokens >= 1024), depths[-1])
+        prepare(args.python, trial)
+        own, *peers = contestants(args, trial)
+        chosen = {own[0].variant}.union(*(finalists(variants, trial) for variants in peers))
+        cells += [compare(args, cell, chosen) for cell in depths]
     result = {
-        "what": f"prefill of {args.tokens} tokens and decode of {args.decode_tokens} at that depth",
+        "what": "prefill and decode behind it, tokens per second",
         "model": str(MODEL),
         "date": datetime.date.today().isoformat(),
         "command": shlex.join(["bench/peers/run.py", *sys.argv[1:]]),
         "machine": machine(args.threads),
-        "versions": versions(args.python),
-        "contestants": entries,
-        "sluice_over_best_of_peer": ratios(entries),
+        "versions": versions(args.python, args.sluice),
+        "cells": cells,
     }
     args.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    print(json.dumps(result["sluice_over_best_of_peer"]))
+    for cell in cells:
+        print(cell["type"], cell["prefill_tokens"], json.dumps(cell["sluice_over_best_of_peer"]))
 
 
 if __name__ == "__main__":
