@@ -14,8 +14,9 @@ namespace {
 
 constexpr std::array kAllPhases = {Phase::prefill, Phase::decode, Phase::correction};
 constexpr std::array kAllTiers = {Tier::device, Tier::host, Tier::disk};
-constexpr std::array kAllCauses = {Cause::append,     Cause::write_back, Cause::hit,  Cause::miss,
-                                   Cause::index_read, Cause::value_read, Cause::evict};
+constexpr std::array kAllCauses = {Cause::append, Cause::write_back, Cause::hit,
+                                   Cause::miss,   Cause::index_read, Cause::value_read,
+                                   Cause::evict,  Cause::index_swap};
 static_assert(kAllCauses.size() == kCauses);
 
 std::string direction(Tier from, Tier to) {

@@ -22,6 +22,7 @@ bool is_counted(const Movement& movement, bool on_device, bool sees_keys) {
       return sees_keys && from != to;
     case Cause::value_read:
     case Cause::evict:
+    case Cause::index_swap:
       return false;
   }
   return false;

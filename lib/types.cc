@@ -47,6 +47,8 @@ std::string_view to_string(Cause cause) {
       return "value_read";
     case Cause::evict:
       return "evict";
+    case Cause::index_swap:
+      return "index_swap";
   }
   check(false, "unknown cause");
   return {};

@@ -282,20 +282,20 @@ std::size_t KeyIndex::layer_sum_bytes(int layer) const {
   return value_sums(layer) == nullptr ? 0 : sum_bytes();
 }
 
-void KeyIndex::save_tile(int layer, std::int32_t slot, std::byte* out) {
-  std::vector<CopyOp> ops;
+std::byte* KeyIndex::add_saves(int layer, std::int32_t slot, std::byte* saved,
+                               std::vector<CopyOp>& ops) const {
   for_each_of_tiles(layer, [&](const std::byte* all, std::size_t bytes) {
     for (int head = 0; head < layout_.shape.kv_heads; ++head) {
       ops.push_back(
-          {out, all + static_cast<std::size_t>(head * layout_.tiles + slot) * bytes, bytes});
-      out += bytes;
+          {saved, all + static_cast<std::size_t>(head * layout_.tiles + slot) * bytes, bytes});
+      saved += bytes;
     }
   });
-  if (!ops.empty()) queue_->copy(ops);
+  return saved;
 }
 
-void KeyIndex::load_tile(int layer, std::int32_t slot, const std::byte* saved) {
-  std::vector<CopyOp> ops;
+const std::byte* KeyIndex::add_loads(int layer, std::int32_t slot, const std::byte* saved,
+                                     std::vector<CopyOp>& ops) const {
   for_each_of_tiles(layer, [&](std::byte* all, std::size_t bytes) {
     for (int head = 0; head < layout_.shape.kv_heads; ++head) {
       ops.push_back(
@@ -303,7 +303,38 @@ void KeyIndex::load_tile(int layer, std::int32_t slot, const std::byte* saved) {
       saved += bytes;
     }
   });
+  return saved;
+}
+
+void KeyIndex::save_tile(int layer, std::int32_t slot, std::byte* out) {
+  std::vector<CopyOp> ops;
+  add_saves(layer, slot, out, ops);
   if (!ops.empty()) queue_->copy(ops);
+}
+
+void KeyIndex::load_tile(int layer, std::int32_t slot, const std::byte* saved) {
+  std::vector<CopyOp> ops;
+  add_loads(layer, slot, saved, ops);
+  if (!ops.empty()) queue_->copy(ops);
+}
+
+void KeyIndex::save_tile(std::int32_t slot, std::byte* out) {
+  std::vector<CopyOp> ops;
+  for (int layer = 0; layer < layers(); ++layer) out = add_saves(layer, slot, out, ops);
+  if (!ops.empty()) queue_->copy(ops);
+}
+
+void KeyIndex::load_tile(std::int32_t slot, const std::byte* saved) {
+  std::vector<CopyOp> ops;
+  for (int layer = 0; layer < layers(); ++layer) saved = add_loads(layer, slot, saved, ops);
+  if (!ops.empty()) queue_->copy(ops);
+}
+
+bool KeyIndex::has_own_pages() const {
+  return std::any_of(layers_.begin(), layers_.end(), [](const Layer& layer) {
+    return std::any_of(layer.own.begin(), layer.own.end(),
+                       [](const Own& own) { return own.index.page_bytes > 0; });
+  });
 }
 
 void KeyIndex::save_sums(int layer, std::int32_t sequence, std::byte* out) {

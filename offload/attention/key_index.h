@@ -70,9 +70,16 @@ class KeyIndex {
   // is there. Memory is used until the queue is idle.
   void save_tile(int layer, std::int32_t slot, std::byte* out);
   void load_tile(int layer, std::int32_t slot, const std::byte* saved);
+  // The same for a tile in all layers, one after the other.
+  void save_tile(std::int32_t slot, std::byte* out);
+  void load_tile(std::int32_t slot, const std::byte* saved);
   // The same for a sequence's sums, [layer_sum_bytes(layer)].
   void save_sums(int layer, std::int32_t sequence, std::byte* out);
   void load_sums(int layer, std::int32_t sequence, const std::byte* saved);
+
+  int layers() const { return static_cast<int>(layers_.size()); }
+  // True if a scorer has memory of its own for pages, which it may read when tokens are forgotten.
+  bool has_own_pages() const;
 
   KeyIndexView view(int layer) const;
   // A view without pages if the layer keeps no value tiles.
@@ -125,6 +132,11 @@ class KeyIndex {
   // [kv_heads, slots, bytes].
   template <typename Visit>
   void for_each_of_tiles(int layer, const Visit& visit) const;
+  // Adds copies of a layer's tile to or from `saved` to `ops`, and returns the end of its part.
+  std::byte* add_saves(int layer, std::int32_t slot, std::byte* saved,
+                       std::vector<CopyOp>& ops) const;
+  const std::byte* add_loads(int layer, std::int32_t slot, const std::byte* saved,
+                             std::vector<CopyOp>& ops) const;
   std::size_t sum_bytes() const;
   std::byte* sums_of(const Layer& layer, std::int64_t sequence) const {
     return layer.sums.data() + static_cast<std::size_t>(sequence) * sum_bytes();

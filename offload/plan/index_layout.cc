@@ -117,6 +117,21 @@ std::uint64_t IndexLayout::index_bytes() const {
   return total;
 }
 
+std::uint64_t IndexLayout::tile_bytes() const {
+  std::uint64_t total = 0;
+  for (std::size_t layer = 0; layer < layers.size(); ++layer) {
+    const LayerIndexBytes bytes = layer_bytes(layer);
+    total += bytes.codes + bytes.scales + bytes.bounds + bytes.values;
+    for (const LayerIndexBytes::Own& own : bytes.own) total += own.pages;
+  }
+  return total / static_cast<std::uint64_t>(tiles);
+}
+
+std::uint64_t IndexLayout::parked_bytes() const {
+  if (parked_tiles() == 0) return 0;
+  return static_cast<std::uint64_t>(parked_tiles()) * tile_bytes();
+}
+
 bool IndexLayout::sums_values() const {
   return std::any_of(layers.begin(), layers.end(), [](const LayerIndex& l) { return l.sums; });
 }
@@ -398,6 +413,22 @@ void require_fits_windows(const Policy& policy, std::span<const std::int64_t> wi
   }
 }
 
+// Leaves tiles of `indexed_tokens` tokens on the device, and two for those that a step copies
+// because forks share them. Without a device tier the index is in host memory anyway.
+void park_tiles(IndexLayout& layout, const KvRequest& request) {
+  if (request.indexed_tokens == 0) return;
+  if (layout.evicts) {
+    throw Error(ErrorCode::usage,
+                "`indexed_tokens` takes policies whose prefill evicts nothing; leave it at 0, so "
+                "that the index of all tokens stays on the device");
+  }
+  const bool in_place = !request.disk && !request.device_cap && request.on.attends_host_rows;
+  if (in_place || layout.all_tiles == 0 || layout.tile_bytes() == 0) return;
+  constexpr std::int64_t kTileTokens = std::int64_t{kTilePages} * kPageTokens;
+  const std::int64_t wanted = (request.indexed_tokens + kTileTokens - 1) / kTileTokens + 2;
+  layout.tiles = std::min(layout.all_tiles, wanted);
+}
+
 }  // namespace
 
 Policy within_windows(Policy policy, std::span<const std::int64_t> windows) {
@@ -430,8 +461,9 @@ IndexLayout plan_index(const KvRequest& request) {
       });
   const std::int64_t tokens =
       request.tokens > 0 ? request.tokens : request.sequences * request.context;
-  layout.tiles = std::min(request.sequences * layout.sequence_tiles(),
-                          (tokens / kPageTokens + 1) / kTilePages + 2 * request.sequences);
+  layout.all_tiles = std::min(request.sequences * layout.sequence_tiles(),
+                              (tokens / kPageTokens + 1) / kTilePages + 2 * request.sequences);
+  layout.tiles = layout.all_tiles;
   layout.layers.resize(static_cast<std::size_t>(request.shape.layers));
   layout.selecting.resize(static_cast<std::size_t>(request.shape.layers));
   layout.attending_all.resize(static_cast<std::size_t>(request.shape.layers));
@@ -450,6 +482,7 @@ IndexLayout plan_index(const KvRequest& request) {
     layout.reports_positions = true;
     layout.slots = layout.shape.layers * layout.batch;
   }
+  park_tiles(layout, request);
   layout.arena_rows = layout.selects() ? std::min(kArenaRows, layout.selected) : 0;
   if (layout.halves_values() && !request.has_value_basis) {
     throw Error(ErrorCode::unsupported,

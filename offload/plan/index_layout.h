@@ -87,7 +87,8 @@ struct IndexLayout {
   KvShape shape;
   std::int64_t context = 0;    // tokens of one sequence
   std::int64_t sequences = 1;  // at a time
-  std::int64_t tiles = 0;      // of all sequences, per KV head
+  std::int64_t tiles = 0;      // on the device, per KV head
+  std::int64_t all_tiles = 0;  // of all sequences; those that are not on the device are parked
   std::int64_t batch = 1;      // tokens decoded in one step
   std::int64_t wave = 1;       // tokens of the batch whose weights are estimated at a time
   LogitFormat logits;
@@ -132,7 +133,12 @@ struct IndexLayout {
   std::size_t value_page_bytes(std::size_t layer) const;
 
   LayerIndexBytes layer_bytes(std::size_t layer) const;
-  std::uint64_t index_bytes() const;       // of all layers
+  std::uint64_t index_bytes() const;  // of all layers
+  std::uint64_t tile_bytes() const;   // of a tile in all layers and KV heads
+  // Most tiles that are parked at a time, and their bytes in host memory: a tile is parked only
+  // where all of the device's are taken or are about to be, and another before one comes back.
+  std::int64_t parked_tiles() const { return all_tiles > tiles ? all_tiles - tiles + 1 : 0; }
+  std::uint64_t parked_bytes() const;
   SelectionBytes selection_bytes() const;  // 0 if nothing ever selects
   EarlyBytes early_bytes() const;          // 0 if nothing chooses early
   std::uint64_t host_bytes() const;        // the host's copy of what the backend reports

@@ -76,6 +76,10 @@ void validate(const KvRequest& request) {
   require(request.tokens >= 0 && request.tokens <= most,
           "`tokens` must be 0 (all that the sequences may have) to " + std::to_string(most) +
               ", not " + std::to_string(request.tokens));
+  if (request.indexed_tokens == 0 || request.indexed_tokens >= request.context) return;
+  throw Error(ErrorCode::usage, "`indexed_tokens` must be 0 (all) or at least the context of " +
+                                    std::to_string(request.context) + " tokens, not " +
+                                    std::to_string(request.indexed_tokens));
 }
 
 void require_windows(const KvRequest& request) {
@@ -355,7 +359,9 @@ KvPlan uncapped(const KvRequest& request, std::shared_ptr<const IndexLayout> car
   plan.index_bytes = layout.index_bytes();
   plan.work_bytes = layout.selection_bytes().sum() + (layout.early ? request.on.branch_bytes : 0);
   plan.table_bytes = layout.table_bytes();
-  plan.host_bytes = host_row_bytes(plan) + layout.host_bytes();
+  plan.indexed_tokens = layout.parked_tiles() > 0 ? request.indexed_tokens : 0;
+  plan.parked_bytes = layout.parked_bytes();
+  plan.host_bytes = host_row_bytes(plan) + layout.host_bytes() + plan.parked_bytes;
   if (layout.lists_pages) {
     plan.listed_blocks = PageLists::blocks_of(plan.chunk);
     const ListedPageBytes bytes(plan);

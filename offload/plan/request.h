@@ -41,6 +41,9 @@ struct KvRequest {
   std::int64_t chunk = 512;    // most tokens per step of a prompt
   std::int64_t sequences = 1;  // at a time
   std::int64_t tokens = 0;     // distinct, of all sequences (forks share); 0: sequences * context
+  // Most tokens of all sequences whose index is on the device at a time; 0: all. At least
+  // `context`, because a step needs the index of its whole sequence.
+  std::int64_t indexed_tokens = 0;
   std::int64_t decode_batch = 1;  // most tokens per decode step; at least `sequences`
   bool reports_positions = false;
   std::span<const Policy> policies = {};    // that sessions may use; empty: dense

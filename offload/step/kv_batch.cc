@@ -24,10 +24,13 @@ KvPool& pool_of(std::span<KvSession* const> sessions) {
 KvBatch::KvBatch(std::span<KvSession* const> sessions)
     : sessions_(sessions.begin(), sessions.end()), pool_(&pool_of(sessions)), step_(*pool_) {
   require_fit(sessions);
+  std::vector<std::int32_t> sequences;
+  for (const KvSession* session : sessions) sequences.push_back(session->sequence());
+  pool_->announce_step(sequences);
   std::vector<BatchToken> tokens;
   try {
     for (KvSession* session : sessions_) {
-      session->begin(Phase::decode, 1);
+      session->begin_announced();
       tokens.push_back(session->token());
     }
   } catch (...) {
@@ -95,6 +98,7 @@ void KvBatch::require_fit(std::span<KvSession* const> sessions) {
     tokens.push_back(session->token());
   }
   pool.tables().require_blocks(tokens);
+  pool.tables().require_slots(tokens);
 }
 
 std::unique_ptr<Recording>& KvBatch::recording() { return pool_->recordings()[step_.kind()]; }

@@ -28,7 +28,9 @@ BlockLimits limits_of(const KvPlan& plan) {
   limits.sequence_pages = layout.pages();
   const std::int64_t of_page = plan.ragged ? plan.shape.layers : 1;  // blocks
   limits.blocks = of_page * plan.blocks;
-  limits.tiles = layout.selects() ? layout.tiles : 0;
+  limits.tiles = layout.selects() ? layout.all_tiles : 0;
+  limits.tile_slots = layout.selects() ? layout.tiles : 0;
+  limits.tile_places = layout.parked_tiles();
   limits.ragged_sets = plan.ragged ? plan.shape.layers : 0;
   const bool two_sets = !plan.ragged && plan.sets() > 1;
   limits.resident_blocks.assign(two_sets ? 2 : 1, 0);
@@ -90,6 +92,9 @@ KvPool::KvPool(std::shared_ptr<Queue> queue, const KvPlan& plan, std::span<const
     sparse_ = std::make_unique<SparseAttention>(
         *queue_, layout, scorers, tier(), SelectedRows{cache_.get(), disk_rows_.get()}, basis);
     sparse_->index().use_table(reinterpret_cast<const std::int32_t*>(tiles_.data()));
+    if (tables_.parks_tiles()) {
+      parked_ = std::make_unique<ParkedTiles>(backend, sparse_->index(), layout.parked_tiles());
+    }
   }
   if (layout.zipvl) {
     important_ = std::make_unique<ImportantTokens>(*queue_, layout, rows, tier());
@@ -104,9 +109,9 @@ KvPool::KvPool(std::shared_ptr<Queue> queue, const KvPlan& plan, std::span<const
 }
 
 KvPool::~KvPool() {
-  if (!sends_to_host_) return;
   try {
-    transfer_->synchronize();
+    if (parked_ != nullptr) queue_->synchronize();  // tiles may be on their way
+    if (sends_to_host_) transfer_->synchronize();
   } catch (const Error&) {  // NOLINT(bugprone-empty-catch): the step that failed has reported
   }
 }
@@ -176,6 +181,70 @@ void KvPool::truncate(std::int32_t sequence, std::span<const std::int64_t> ends,
   if (disk_ == nullptr) return;
   write_lost(PageSlots::kNone);
   record_uncounted(ledger);
+}
+
+void KvPool::ready_index(std::int32_t sequence, std::int64_t first, std::int64_t end,
+                         Ledger& ledger) {
+  kept_rows_ = true;
+  if (parked_ == nullptr) return;
+  const std::vector<std::int64_t> parked = tables_.parked_tiles(sequence);
+  const std::int64_t taken = first < end ? tables_.tiles_for_write(sequence, first, end) : 0;
+  const auto free = [&] { return tables_.tile_slots().free_slots(); };
+  const std::int64_t lacking = std::ssize(parked) + taken - free();
+  const std::vector<std::int32_t> cold = tables_.cold_tiles(lacking);
+  check(std::ssize(cold) >= lacking, "a step whose index does not fit the device");
+  auto next = cold.begin();
+  // One by one, so that they need room in host memory for one more and not for a whole sequence.
+  for (const std::int64_t number : parked) {
+    if (free() == 0) park(*next++);
+    unpark(sequence, number);
+  }
+  while (next != cold.end()) park(*next++);
+  record_moved_tiles(ledger);
+}
+
+void KvPool::ready_scorers(std::int32_t sequence, Ledger& ledger) {
+  if (parked_ == nullptr || !sparse_->index().has_own_pages()) return;
+  announce_step({&sequence, 1});
+  ready_index(sequence, 0, 0, ledger);
+  publish();
+}
+
+void KvPool::park(std::int32_t tile) {
+  const ParkedTile to = tables_.next_to_park(tile);
+  parked_->park(to.slot, to.place);
+  tables_.park_tile(to);
+  ++tiles_down_;
+}
+
+void KvPool::unpark(std::int32_t sequence, std::int64_t number) {
+  const ParkedTile from = tables_.next_to_unpark(sequence, number);
+  parked_->bring(from.place, from.slot);
+  tables_.unpark_tile(from, number);
+  ++tiles_up_;
+}
+
+void KvPool::record_moved_tiles(Ledger& ledger) {
+  if (ledger.history().empty()) return;
+  const auto down = static_cast<std::uint64_t>(std::exchange(tiles_down_, 0));
+  const auto up = static_cast<std::uint64_t>(std::exchange(tiles_up_, 0));
+  const std::uint64_t rows = static_cast<std::uint64_t>(plan_.shape.kv_heads) * kTilePages *
+                             static_cast<std::uint64_t>(kPageTokens);
+  for (int layer = 0; layer < plan_.shape.layers; ++layer) {
+    const std::uint64_t bytes = sparse_->index().tile_bytes(layer);
+    if (bytes == 0) continue;
+    ledger.record(layer, Tier::device, Tier::host, Cause::index_swap, {down * rows, down * bytes});
+    ledger.record(layer, Tier::host, Tier::device, Cause::index_swap, {up * rows, up * bytes});
+  }
+}
+
+void KvPool::save_tile(int layer, std::int32_t sequence, std::int64_t number, std::byte* out) {
+  KeyIndex& index = sparse_->index();
+  const std::int32_t slot = tables_.tile(sequence, number);
+  if (slot != IndexTiles::kNone) return index.save_tile(layer, slot, out);
+  const CopyOp op = {out, parked_->part(layer, tables_.parked_place(sequence, number)),
+                     index.tile_bytes(layer)};
+  queue_->copy({&op, 1});
 }
 
 void KvPool::keep_sums(std::int32_t sequence, std::int64_t length) {

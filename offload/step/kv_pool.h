@@ -12,6 +12,7 @@
 #include "lib/backend.h"
 #include "offload/attention/host_attention.h"
 #include "offload/attention/listed_pages.h"
+#include "offload/attention/parked_tiles.h"
 #include "offload/attention/sparse_attention.h"
 #include "offload/cache/disk_rows.h"
 #include "offload/cache/row_cache.h"
@@ -78,6 +79,21 @@ class KvPool {
   void forget_blocks(std::int32_t sequence, std::int64_t length) {
     tables_.truncate(sequence, length);
   }
+
+  // Announces a step of these sequences: until the next is announced their key index stays on the
+  // device. Each calls ready_index() when it begins.
+  void announce_step(std::span<const std::int32_t> sequences) { tables_.begin_tiles(sequences); }
+  // Brings a sequence's key index to the device and makes room there for that of tokens [first,
+  // end), if the plan has no room for all: then tiles of other sequences go to host memory, least
+  // recently used ones first. Copies are issued to the queue, so they wait for the work that writes
+  // or reads the tiles. Throws Error{memory} if host memory runs out; some tiles have moved then,
+  // and all sequences are as they were.
+  void ready_index(std::int32_t sequence, std::int64_t first, std::int64_t end, Ledger& ledger);
+  // The same for forgetting tokens, if a scorer may read its own memory for it.
+  void ready_scorers(std::int32_t sequence, Ledger& ledger);
+  // A layer's part of a tile of a sequence, wherever it is, see KeyIndex. Memory is used until the
+  // queue is idle.
+  void save_tile(int layer, std::int32_t sequence, std::int64_t number, std::byte* out);
 
   // Throws Error{memory} if the pool has no blocks for tokens [first, end) of a sequence.
   void require_room(std::int32_t sequence, std::int64_t first, std::int64_t end) const {
@@ -197,6 +213,11 @@ class KvPool {
   void grow_above_disk(std::int32_t sequence, std::int64_t first, std::int64_t rows);
   void forget_cached(std::int32_t sequence, int set, std::int64_t first, std::int64_t end);
   void copy_shared(const BlockTables::Writing& writing, Ledger& ledger);
+  // Moves a tile that no sequence of the step has to host memory, or one of a sequence back.
+  void park(std::int32_t tile);
+  void unpark(std::int32_t sequence, std::int64_t number);
+  // Counts the tiles that moved; not yet, if the ledger has no step.
+  void record_moved_tiles(Ledger& ledger);
   void copy_block(const BlockCopy& copy, Ledger& ledger);
   void copy_above_disk(int layer, const BlockCopy& copy, Ledger& ledger);
   // The first rows of a page below the device, see DiskPages::page_rows(). Waits for rows that
@@ -252,6 +273,9 @@ class KvPool {
   std::int32_t kept_sequence_ = -1;  // of keep_sums(); -1: none
   std::int64_t kept_length_ = 0;
   std::unique_ptr<SparseAttention> sparse_;
+  std::unique_ptr<ParkedTiles> parked_;  // null if the device has room for all tiles
+  std::int64_t tiles_down_ = 0;          // moved since record_moved_tiles()
+  std::int64_t tiles_up_ = 0;
   std::unique_ptr<ImportantTokens> important_;
   std::unique_ptr<ListedPages> listed_;
   std::unique_ptr<HostAttention> host_attention_;

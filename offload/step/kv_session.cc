@@ -131,6 +131,7 @@ auto KvSession::begin_with(Phase phase, std::int64_t tokens, const auto& write) 
   in_step_ = true;
   ledger_.begin_step(phase, static_cast<int>(tokens));
   try {
+    pool_->ready_index(sequence_, step_.first, step_.end(), ledger_);
     return write();
   } catch (...) {
     if (pool_->kept_rows()) roll_back();
@@ -138,17 +139,27 @@ auto KvSession::begin_with(Phase phase, std::int64_t tokens, const auto& write) 
   }
 }
 
+std::vector<std::int32_t> KvSession::write(Phase phase, std::int64_t tokens) {
+  std::vector<std::int32_t> begun = pool_->write(sequence_, step_.first, step_.end(), ledger_);
+  // Some of several decoded tokens may be rejected.
+  if (phase == Phase::decode && tokens > 1) pool_->keep_sums(sequence_, length_);
+  if (phase != Phase::decode) pool_->forget_sums(sequence_);
+  return begun;
+}
+
 std::vector<std::int32_t> KvSession::begin(Phase phase, std::int64_t tokens) {
-  return begin_with(phase, tokens, [&] {
-    std::vector<std::int32_t> begun = pool_->write(sequence_, step_.first, step_.end(), ledger_);
-    // Some of several decoded tokens may be rejected.
-    if (phase == Phase::decode && tokens > 1) pool_->keep_sums(sequence_, length_);
-    if (phase != Phase::decode) pool_->forget_sums(sequence_);
-    return begun;
-  });
+  require_step(tokens);
+  pool_->announce_step({&sequence_, 1});
+  return begin_with(phase, tokens, [&] { return write(phase, tokens); });
+}
+
+void KvSession::begin_announced() {
+  begin_with(Phase::decode, 1, [&] { return write(Phase::decode, 1); });
 }
 
 std::int64_t KvSession::begin_by_layers(std::int64_t tokens) {
+  require_step(tokens);
+  pool_->announce_step({&sequence_, 1});
   return begin_with(Phase::prefill, tokens, [&] {
     pool_->forget_sums(sequence_);
     return pool_->write_by_layers(sequence_, step_.first, step_.end(), ledger_);
@@ -269,6 +280,9 @@ void KvSession::attach(std::int64_t pages, const std::shared_ptr<PageFile>& file
   in_step_ = true;
   ledger_.begin_step(Phase::prefill, 0);
   pool_->forget_sums(sequence_);
+  pool_->require_room(sequence_, 0, step_.end());
+  pool_->announce_step({&sequence_, 1});
+  pool_->ready_index(sequence_, 0, step_.end(), ledger_);
   pool_->attach(sequence_, pages, file, ledger_);
   length_ = step_.end();
   set_ends();
@@ -298,6 +312,7 @@ void KvSession::truncate(std::int64_t length) {
                     std::to_string(prompt->first) + " tokens, or to " +
                     std::to_string(prompt->end) + " or more, not to " + std::to_string(length));
   }
+  pool_->ready_scorers(sequence_, ledger_);
   // Stays so if rows on disk cannot be read: their values are not off the sums then.
   in_step_ = true;
   pool_->truncate(sequence_, ends_, length, ledger_);

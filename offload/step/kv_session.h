@@ -90,6 +90,8 @@ class KvSession {
   // require_step() throws, and Error{memory} with nothing changed, unless the pool lost rows of the
   // session while it made room: then the session cannot go on.
   std::vector<std::int32_t> begin(Phase phase, std::int64_t tokens);
+  // The same for a token of a step of several sessions, which KvPool::announce_step() was told.
+  void begin_announced();
   // The same for a prompt whose layers get their host memory one by one;
   // KvPool::write_by_layers()'s result.
   std::int64_t begin_by_layers(std::int64_t tokens);
@@ -167,6 +169,7 @@ class KvSession {
   std::int64_t& has_rows_of(int layer) { return ends_[static_cast<std::size_t>(layer)]; }
   // Begins a step for whose rows `write` makes room.
   auto begin_with(Phase phase, std::int64_t tokens, const auto& write);
+  std::vector<std::int32_t> write(Phase phase, std::int64_t tokens);
   // Counts a layer's new rows: `near` where attention reads, `all` written to host memory.
   void record_rows(int layer, std::int64_t near, std::int64_t all);
 

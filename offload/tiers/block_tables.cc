@@ -26,10 +26,13 @@ std::vector<DeviceBlocks> device_blocks(const BlockLimits& limits) {
   return sets;
 }
 
-std::vector<SlotPool> tile_slots_of(const BlockLimits& limits) {
-  std::vector<SlotPool> pools;
-  for (int table = 0; table < limits.tables(); ++table) pools.emplace_back(limits.tiles);
-  return pools;
+std::vector<IndexTiles> index_tiles(const BlockLimits& limits) {
+  const std::int64_t slots = limits.tile_slots > 0 ? limits.tile_slots : limits.tiles;
+  std::vector<IndexTiles> tables;
+  for (int table = 0; table < limits.tables(); ++table) {
+    tables.emplace_back(limits.tiles, slots, limits.tile_places);
+  }
+  return tables;
 }
 
 }  // namespace
@@ -38,10 +41,11 @@ BlockTables::BlockTables(const BlockLimits& limits)
     : limits_(limits),
       blocks_(limits.blocks),
       device_(device_blocks(limits)),
-      tiles_(tile_slots_of(limits)),
+      tiles_(index_tiles(limits)),
       sequences_(static_cast<std::size_t>(limits.sequences)) {
   check(limits.ragged_sets == 0 || limits.resident_blocks.size() == 1,
         "ragged tables share one pool of device slots");
+  check(limits.ragged_sets == 0 || !parks_tiles(), "ragged tables park no tiles");
 }
 
 const BlockTables::Sequence& BlockTables::at(std::int32_t sequence) const {
@@ -115,12 +119,12 @@ void BlockTables::truncate(std::int32_t sequence, std::int64_t length) {
 
 void BlockTables::truncate(const Place& place, std::int64_t rows) {
   Table& t = at(place);
-  SlotPool& slots = tiles_[static_cast<std::size_t>(place.table)];
+  IndexTiles& index = tiles_[static_cast<std::size_t>(place.table)];
   const auto pages = static_cast<std::size_t>(pages_of(rows));
   const auto tiles = static_cast<std::size_t>(tiles_of(rows / kPageTokens));
   if (t.pinned >= static_cast<std::int64_t>(pages)) unpin(place);
   for (; t.blocks.size() > pages; t.blocks.pop_back()) drop_block(t.blocks.back());
-  for (; t.tiles.size() > tiles; t.tiles.pop_back()) slots.release(t.tiles.back());
+  for (; t.tiles.size() > tiles; t.tiles.pop_back()) index.release(t.tiles.back());
 }
 
 std::int64_t BlockTables::rows(std::int32_t sequence, std::int64_t tokens, int set) const {
@@ -249,18 +253,100 @@ void BlockTables::require_room(std::int32_t sequence, std::int64_t first, std::i
   require_blocks(blocks);
 }
 
-void BlockTables::require_tiles(const Place& place, std::int64_t first, std::int64_t end) const {
+std::int64_t BlockTables::tiles_for_write(const Place& place, std::int64_t first,
+                                          std::int64_t end) const {
   const std::int64_t page = first / kPageTokens;
-  if (limits_.tiles == 0 || end / kPageTokens == page) return;
+  if (limits_.tiles == 0 || end / kPageTokens == page) return 0;
   const Table& t = at(place);
-  const SlotPool& slots = tile_slots(place.table);
-  std::int64_t tiles = tiles_of(end / kPageTokens) - static_cast<std::int64_t>(t.tiles.size());
-  if (page % kTilePages != 0 && slots.is_shared(t.tiles.back())) ++tiles;
-  if (tiles <= slots.free()) return;
+  const bool copies = page % kTilePages != 0 && tile_slots(place.table).is_shared(t.tiles.back());
+  return tiles_of(end / kPageTokens) - static_cast<std::int64_t>(t.tiles.size()) + (copies ? 1 : 0);
+}
+
+void BlockTables::require_tiles(const Place& place, std::int64_t first, std::int64_t end) const {
+  const std::int64_t free = tile_slots(place.table).free();
+  if (tiles_for_write(place, first, end) <= free) return;
   throw Error(ErrorCode::memory, "the key index has room for " + std::to_string(limits_.tiles) +
-                                     " tiles of all sequences, of which " +
-                                     std::to_string(slots.free()) +
+                                     " tiles of all sequences, of which " + std::to_string(free) +
                                      " are free; end a sequence or plan for more tokens");
+}
+
+void BlockTables::begin_tiles(std::span<const std::int32_t> sequences) {
+  if (!parks_tiles()) return;
+  IndexTiles& index = tiles_.front();
+  index.begin_step();
+  for (const std::int32_t sequence : sequences) {
+    for (const std::int32_t tile : at(Place{sequence, 0}).tiles) index.use(tile);
+  }
+}
+
+std::int64_t BlockTables::tiles_for_write(std::int32_t sequence, std::int64_t first,
+                                          std::int64_t end) const {
+  return tiles_for_write(Place{sequence, 0}, first, end);
+}
+
+std::int64_t BlockTables::distinct_tiles(std::span<const std::int32_t> sequences) const {
+  std::vector<bool> seen(static_cast<std::size_t>(limits_.tiles));
+  for (const std::int32_t sequence : sequences) {
+    for (const std::int32_t tile : at(Place{sequence, 0}).tiles) {
+      seen[static_cast<std::size_t>(tile)] = true;
+    }
+  }
+  return std::count(seen.begin(), seen.end(), true);
+}
+
+void BlockTables::require_slots(std::span<const BatchToken> tokens) const {
+  if (!parks_tiles()) return;
+  std::vector<std::int32_t> sequences;
+  std::int64_t taken = 0;
+  for (const BatchToken& token : tokens) {
+    sequences.push_back(token.sequence);
+    taken += tiles_for_write(token.sequence, token.position, token.count());
+  }
+  const std::int64_t needed = distinct_tiles(sequences) + taken;
+  const std::int64_t slots = tiles_.front().slots();
+  if (needed <= slots) return;
+  constexpr std::int64_t kTileTokens = std::int64_t{kTilePages} * kPageTokens;
+  throw Error(ErrorCode::memory, "the key index of the step's sequences is that of " +
+                                     std::to_string(needed * kTileTokens) +
+                                     " tokens, and the device has room for " +
+                                     std::to_string(slots * kTileTokens) +
+                                     "; let fewer of them step together or raise `indexed_tokens`");
+}
+
+// Every sequence may share a tile that it has to copy, and begin one.
+bool BlockTables::has_slots(std::span<const std::int32_t> sequences, std::int64_t more) const {
+  if (!parks_tiles()) return true;
+  const std::int64_t taken = tiles_of(pages_of(more)) + std::ssize(sequences);
+  return distinct_tiles(sequences) + taken <= tiles_.front().slots();
+}
+
+std::vector<std::int64_t> BlockTables::parked_tiles(std::int32_t sequence) const {
+  std::vector<std::int64_t> numbers;
+  for (std::int64_t number = 0; number < tiles(sequence); ++number) {
+    if (tile(sequence, number) == IndexTiles::kNone) numbers.push_back(number);
+  }
+  return numbers;
+}
+
+ParkedTile BlockTables::next_to_park(std::int32_t tile) const {
+  const IndexTiles& index = tiles_.front();
+  return {tile, index.slot(tile), index.next_place()};
+}
+
+ParkedTile BlockTables::next_to_unpark(std::int32_t sequence, std::int64_t number) const {
+  const IndexTiles& index = tiles_.front();
+  const std::int32_t tile = at(Place{sequence, 0}).tiles[static_cast<std::size_t>(number)];
+  return {tile, index.next_slot(), index.place(tile)};
+}
+
+// Entries of a parked tile need no note, because no step reads them.
+void BlockTables::unpark_tile(const ParkedTile& tile, std::int64_t number) {
+  tiles_.front().unpark(tile.tile);
+  for (std::int32_t sequence = 0; sequence < limits_.sequences; ++sequence) {
+    if (!is_open(sequence) || number >= tiles(sequence)) continue;
+    if (at(Place{sequence, 0}).tiles[static_cast<std::size_t>(number)] != tile.tile) continue;
+    note({sequence, 0, number, true});
+  }
 }
 
 // Makes the page in which writing continues at row `rows` private to the sequence, and resident if
@@ -306,15 +392,16 @@ void BlockTables::own_tiles(const Place& place, std::int64_t first, std::int64_t
                             Writing& writing) {
   if (limits_.tiles == 0) return;
   Table& t = at(place);
-  SlotPool& slots = tiles_[static_cast<std::size_t>(place.table)];
+  IndexTiles& index = tiles_[static_cast<std::size_t>(place.table)];
   for (std::int64_t page = first / kPageTokens; page < end / kPageTokens; ++page) {
     const auto number = static_cast<std::size_t>(page / kTilePages);
-    if (number < t.tiles.size() && !slots.is_shared(t.tiles[number])) continue;
-    const std::optional<std::int32_t> own = slots.take(t.tiles.empty() ? -1 : t.tiles.back());
+    if (number < t.tiles.size() && !index.is_shared(t.tiles[number])) continue;
+    const std::optional<std::int32_t> own =
+        index.take(t.tiles.empty() ? IndexTiles::kNone : t.tiles.back());
     check(own.has_value(), "no tile where there must be one");
     if (number < t.tiles.size()) {
-      writing.tiles.push_back({place.table, t.tiles[number], *own});
-      slots.release(t.tiles[number]);
+      writing.tiles.push_back({place.table, index.slot(t.tiles[number]), index.slot(*own)});
+      index.release(t.tiles[number]);
       t.tiles[number] = *own;
     } else {
       t.tiles.push_back(*own);
@@ -379,7 +466,12 @@ PageSlots BlockTables::page(std::int32_t sequence, std::int64_t number, int set)
 }
 
 std::int32_t BlockTables::tile(std::int32_t sequence, std::int64_t number, int set) const {
-  return table(sequence, set).tiles[static_cast<std::size_t>(number)];
+  const Place place = {sequence, table_of(set)};
+  return tile_slots(place.table).slot(at(place).tiles[static_cast<std::size_t>(number)]);
+}
+
+std::int32_t BlockTables::parked_place(std::int32_t sequence, std::int64_t number) const {
+  return tiles_.front().place(at(Place{sequence, 0}).tiles[static_cast<std::size_t>(number)]);
 }
 
 std::int64_t BlockTables::resident_rows(std::int32_t sequence, std::int64_t rows, int set) const {

@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "offload/tiers/device_blocks.h"
+#include "offload/tiers/index_tiles.h"
 #include "offload/tiers/slot_pool.h"
 #include "sluice/batch.h"
 
@@ -38,6 +39,10 @@ struct BlockLimits {
   // Ragged: the number of sets, each with a table; `resident_blocks` has one entry then, for all of
   // them. 0: a sequence has one table.
   int ragged_sets = 0;
+  // Slots on the device for tiles, 0: for all. With fewer the caller parks others in `tile_places`
+  // in host memory, see parks_tiles(); not with ragged tables.
+  std::int64_t tile_slots = 0;
+  std::int64_t tile_places = 0;
 
   int sets() const {
     return ragged_sets > 0 ? ragged_sets : static_cast<int>(resident_blocks.size());
@@ -57,6 +62,13 @@ struct TileCopy {
   int table = 0;
   std::int32_t from = 0;
   std::int32_t to = 0;
+};
+
+// A tile that moves between its slot on the device and its place in host memory.
+struct ParkedTile {
+  std::int32_t tile = 0;
+  std::int32_t slot = 0;
+  std::int32_t place = 0;
 };
 
 // A device slot that a block has lost: its rows are still there until the slot is written again.
@@ -106,6 +118,35 @@ class BlockTables {
   // evicted, see evicting_prompt().
   void truncate(std::int32_t sequence, std::int64_t length);
 
+  // Tiles have to be on the device where a step of their sequence begins. If they do not all fit
+  // (parks_tiles()), the caller copies some to host memory, and back:
+  //
+  //   begin_tiles(sequences of the step)
+  //   for each sequence: park_tile() and unpark_tile() until
+  //     parked_tiles() is empty and tile_slots().free_slots() is at least tiles_for_write()
+  //   write()
+  bool parks_tiles() const { return tiles_.front().parks(); }
+  // Begins a step of these sequences: cold_tiles() has none of theirs until the next begins.
+  void begin_tiles(std::span<const std::int32_t> sequences);
+  // Throws Error{memory} if the tiles of sequences and those that write() of these tokens, each of
+  // a different sequence, would take have no room on the device together; has_slots() says it.
+  void require_slots(std::span<const BatchToken> tokens) const;
+  // `more`: tokens that the sequences add together.
+  bool has_slots(std::span<const std::int32_t> sequences, std::int64_t more) const;
+  // Tiles that write() would take.
+  std::int64_t tiles_for_write(std::int32_t sequence, std::int64_t first, std::int64_t end) const;
+  // Numbers of the sequence's tiles that are in host memory.
+  std::vector<std::int64_t> parked_tiles(std::int32_t sequence) const;
+  // Up to `most` tiles on the device that no sequence of the step has, least recently used first.
+  std::vector<std::int32_t> cold_tiles(std::int64_t most) const {
+    return tiles_.front().coldest(most);
+  }
+  // Where a cold tile goes, or comes from and to: copy it, then call park_tile() or unpark_tile().
+  ParkedTile next_to_park(std::int32_t tile) const;
+  ParkedTile next_to_unpark(std::int32_t sequence, std::int64_t number) const;
+  void park_tile(const ParkedTile& tile) { tiles_.front().park(tile.tile); }
+  void unpark_tile(const ParkedTile& tile, std::int64_t number);
+
   // Ragged only: the same as write() for rows [first, end) of one set, in a prompt that evicts.
   // Until evict() they belong to no token.
   Writing write_rows(std::int32_t sequence, int set, std::int64_t first, std::int64_t end);
@@ -131,7 +172,10 @@ class BlockTables {
   std::int64_t own_blocks(std::int32_t sequence) const;
   // `number`: of a page of the set's table.
   PageSlots page(std::int32_t sequence, std::int64_t number, int set = 0) const;
+  // The slot of a tile on the device, or its place in host memory; IndexTiles::kNone: it is in the
+  // other.
   std::int32_t tile(std::int32_t sequence, std::int64_t number, int set = 0) const;
+  std::int32_t parked_place(std::int32_t sequence, std::int64_t number) const;
   // How many of a sequence's first `rows` rows are on the device.
   std::int64_t resident_rows(std::int32_t sequence, std::int64_t rows, int set = 0) const;
 
@@ -152,7 +196,7 @@ class BlockTables {
 
   const BlockLimits& limits() const { return limits_; }
   const SlotPool& block_slots() const { return blocks_; }
-  const SlotPool& tile_slots(int table = 0) const {
+  const IndexTiles& tile_slots(int table = 0) const {
     return tiles_[static_cast<std::size_t>(table)];
   }
   // The table of a set's pages.
@@ -163,7 +207,7 @@ class BlockTables {
   struct Table {
     std::int64_t pinned = -1;  // page; -1: none is pinned
     std::vector<std::int32_t> blocks;
-    std::vector<std::int32_t> tiles;
+    std::vector<std::int32_t> tiles;  // numbers in IndexTiles
   };
   struct Sequence {
     bool is_open = false;
@@ -201,6 +245,9 @@ class BlockTables {
   std::int64_t blocks_for_write(const Place& place, std::int64_t first, std::int64_t end) const;
   void require_blocks(std::int64_t blocks) const;
   void require_tiles(const Place& place, std::int64_t first, std::int64_t end) const;
+  std::int64_t tiles_for_write(const Place& place, std::int64_t first, std::int64_t end) const;
+  // Tiles of sequences, those that they share once.
+  std::int64_t distinct_tiles(std::span<const std::int32_t> sequences) const;
   void write(const Place& place, std::int64_t first, std::int64_t end, Writing& writing);
   void begin_page(const Place& place, std::int64_t page, std::int64_t rows, Writing& writing);
   void own_tiles(const Place& place, std::int64_t first, std::int64_t end, Writing& writing);
@@ -223,7 +270,7 @@ class BlockTables {
   BlockLimits limits_;
   SlotPool blocks_;
   std::vector<DeviceBlocks> device_;  // by set, or one for all ragged sets
-  std::vector<SlotPool> tiles_;       // by table
+  std::vector<IndexTiles> tiles_;     // by table
   std::vector<Sequence> sequences_;
   std::vector<Change> changes_;
   bool lacks_changes_ = false;  // some could not be noted

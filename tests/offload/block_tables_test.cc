@@ -1,6 +1,7 @@
 // Blocks, tiles and places on the device of sequences that grow, fork, are cut short and end.
 #include "offload/tiers/block_tables.h"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -152,9 +153,12 @@ class World {
         blocks.insert(place.host);
       }
       for (std::size_t page = 0; page < rows.size() / kPageTokens; ++page) {
-        const std::int32_t tile =
-            tables_.tile(sequence, static_cast<std::int64_t>(page) / kTilePages);
-        ASSERT_EQ(tile_of_.at({tile, static_cast<std::int64_t>(page) % kTilePages}),
+        const std::int64_t number = static_cast<std::int64_t>(page) / kTilePages;
+        const std::int64_t half = static_cast<std::int64_t>(page) % kTilePages;
+        const std::int32_t tile = tables_.tile(sequence, number);
+        const std::int32_t place = tables_.parked_place(sequence, number);
+        ASSERT_NE(tile == IndexTiles::kNone, place == IndexTiles::kNone) << "in one place";
+        ASSERT_EQ(tile != IndexTiles::kNone ? tile_of_.at({tile, half}) : parked_.at({place, half}),
                   rows[(page + 1) * kPageTokens - 1])
             << "tile of " << sequence << ", page " << page;
       }
@@ -223,6 +227,8 @@ class World {
                                                           : random_.integer(1, 400));
     BlockTables::Writing writing;
     try {
+      tables_.require_room(sequence, first, end);
+      bring_index(sequence, first, end);
       writing = tables_.write(sequence, first, end);
     } catch (const Error&) {
       return;
@@ -246,6 +252,39 @@ class World {
     for (std::int64_t page = first / kPageTokens; page < end / kPageTokens; ++page) {
       tile_of_[{tables_.tile(sequence, page / kTilePages), page % kTilePages}] =
           rows[static_cast<std::size_t>((page + 1) * kPageTokens - 1)];
+    }
+  }
+  // As a pool does before a step.
+  void bring_index(std::int32_t sequence, std::int64_t first, std::int64_t end) {
+    if (!tables_.parks_tiles()) return;
+    tables_.begin_tiles({&sequence, 1});
+    const std::vector<std::int64_t> parked = tables_.parked_tiles(sequence);
+    const std::int64_t taken = tables_.tiles_for_write(sequence, first, end);
+    const auto free = [&] { return tables_.tile_slots().free_slots(); };
+    const auto cold = tables_.cold_tiles(std::ssize(parked) + taken - free());
+    auto next = cold.begin();
+    for (const std::int64_t number : parked) {
+      if (free() == 0) park(*next++);
+      const ParkedTile from = tables_.next_to_unpark(sequence, number);
+      move(parked_, from.place, tile_of_, from.slot);
+      tables_.unpark_tile(from, number);
+    }
+    while (next != cold.end()) park(*next++);
+  }
+  void park(std::int32_t tile) {
+    const ParkedTile to = tables_.next_to_park(tile);
+    move(tile_of_, to.slot, parked_, to.place);
+    tables_.park_tile(to);
+  }
+  using Halves = std::map<std::pair<std::int32_t, std::int64_t>, int>;
+  // What was there is gone: nobody may read it any more.
+  static void move(Halves& from, std::int32_t at, Halves& to, std::int32_t place) {
+    for (std::int64_t half = 0; half < kTilePages; ++half) {
+      to.erase({place, half});
+      const auto found = from.find({at, half});
+      if (found == from.end()) continue;
+      to[{place, half}] = found->second;
+      from.erase(found);
     }
   }
   void put(int set, const PageSlots& place, std::int64_t offset, int stamp) {
@@ -277,8 +316,71 @@ class World {
   std::map<std::int32_t, std::vector<int>> truth_;                     // [sequence][position]
   std::map<std::pair<std::int32_t, std::int64_t>, int> host_;          // [slot, row]
   std::map<std::tuple<int, std::int32_t, std::int64_t>, int> device_;  // [set, slot, row]
-  std::map<std::pair<std::int32_t, std::int64_t>, int> tile_of_;       // [tile, page]: its last row
+  std::map<std::pair<std::int32_t, std::int64_t>, int> tile_of_;       // [slot, page]: its last row
+  std::map<std::pair<std::int32_t, std::int64_t>, int> parked_;        // [place, page]: the same
 };
+
+// `slots`: of a sequence and a tile that it copies.
+BlockLimits parking(BlockLimits limits, std::int64_t slots) {
+  limits.tiles = (limits.blocks + 1) / kTilePages + 2 * limits.sequences;
+  limits.tile_slots = slots;
+  limits.tile_places = limits.tiles - slots + 1;
+  return limits;
+}
+
+TEST(BlockTables, ATileIsParkedWhereASequenceWasLeastRecentlyUsed) {
+  BlockTables tables(parking(limits(3, 8, 24, {24}, true), 5));
+  std::vector<std::int32_t> sequences;
+  for (int i = 0; i < 2; ++i) {
+    sequences.push_back(tables.open());
+    tables.begin_tiles({&sequences.back(), 1});
+    tables.write(sequences.back(), 0, 512);  // two tiles
+  }
+  const std::int32_t third = tables.open();
+  tables.begin_tiles({&third, 1});
+  EXPECT_EQ(tables.tiles_for_write(third, 0, 512), 2);
+  const std::vector<std::int32_t> cold = tables.cold_tiles(1);
+  ASSERT_EQ(cold.size(), 1u);
+  const ParkedTile to = tables.next_to_park(cold[0]);
+  EXPECT_EQ(to.slot, tables.tile(sequences[0], 1));
+  tables.park_tile(to);
+  EXPECT_EQ(tables.parked_tiles(sequences[0]), std::vector<std::int64_t>{1});
+  EXPECT_EQ(tables.parked_place(sequences[0], 1), to.place);
+  // A fork shares the parked tile, and a cut gives it back.
+  tables.write(third, 0, 512);
+  tables.close(third);
+  const std::int32_t fork = tables.fork(sequences[0]);
+  EXPECT_EQ(tables.parked_tiles(fork), std::vector<std::int64_t>{1});
+  tables.truncate(sequences[0], 256);
+  EXPECT_EQ(tables.tile_slots().parked(), 1);
+  tables.close(fork);
+  EXPECT_EQ(tables.tile_slots().parked(), 0);
+  EXPECT_TRUE(tables.parked_tiles(sequences[0]).empty());
+}
+
+TEST(BlockTables, AStepNeedsTheIndexOfAllItsSequences) {
+  BlockTables tables(parking(limits(3, 8, 24, {24}, true), 5));
+  const std::int32_t one = tables.open();
+  tables.write(one, 0, 1024);  // four tiles
+  const std::int32_t fork = tables.fork(one);
+  const std::int32_t two = tables.open();
+  tables.begin_tiles({&two, 1});
+  tables.park_tile(tables.next_to_park(tables.cold_tiles(1).front()));
+  tables.write(two, 0, 512);
+  const std::vector<std::int32_t> forks = {one, fork};
+  const std::vector<std::int32_t> others = {one, two};
+  EXPECT_FALSE(tables.has_slots(others, 0));
+  const BatchToken of_forks[] = {{one, 1024}, {fork, 1024}};
+  tables.require_slots(of_forks);
+  const BatchToken of_others[] = {{one, 1024}, {two, 512}};
+  try {
+    tables.require_slots(of_others);
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::memory);
+    EXPECT_THAT(error.what(), ::testing::HasSubstr("`indexed_tokens`"));
+  }
+}
 
 TEST(BlockTables, EverySequenceReadsWhatItWroteWhateverTheOthersDo) {
   const std::uint64_t seed = testing::seed(11);
@@ -286,7 +388,8 @@ TEST(BlockTables, EverySequenceReadsWhatItWroteWhateverTheOthersDo) {
   for (const BlockLimits& some :
        {limits(4, 12, 30, {30}, true), limits(6, 8, 24, {5, 24}, true),
         limits(5, 9, 45, {0, 20}, true), limits(4, 12, 20, {6, 11}, false),
-        limits(3, 5, 15, {0}, false)}) {
+        limits(3, 5, 15, {0}, false), parking(limits(6, 12, 60, {60}, true), 7),
+        parking(limits(4, 9, 36, {5, 24}, true), 8)}) {
     for (std::uint64_t i = 0; i < 20; ++i) {
       World world(some, seed + i);
       for (int step = 0; step < 150; ++step) {

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "cpu/cpu_backend.h"
+#include "offload/plan/index_layout.h"
 #include "offload/step/kv_batch.h"
 #include "offload/step/kv_prompt.h"
 #include "offload/step/kv_session.h"
@@ -94,6 +95,7 @@ class World {
  public:
   World(std::uint64_t seed, LateBackend& late, cpu::CpuBackend& plain)
       : shape_(shape_of(seed)),
+        seed_(seed),
         random_(seed),
         policy_(parse_policy(kPolicies[seed % kPolicies.size()])),
         backend_(late) {
@@ -105,7 +107,12 @@ class World {
     const KvPlan plan = some_plan();
     const HostAttender attender = some_attender();
     late_ = std::make_shared<KvPool>(late.make_queue(), plan, policies_, own_scorers(), attender);
-    plain_ = std::make_shared<KvPool>(plain.make_queue(), plan, policies_, own_scorers(), attender);
+    KvPlan indexed = plan;
+    auto layout = std::make_shared<IndexLayout>(*plan.layout);
+    layout->tiles = layout->all_tiles;
+    indexed.layout = std::move(layout);
+    plain_ =
+        std::make_shared<KvPool>(plain.make_queue(), indexed, policies_, own_scorers(), attender);
   }
   World(const World&) = delete;
   World& operator=(const World&) = delete;
@@ -176,6 +183,9 @@ class World {
     request.on = testing::cpu_info();
     request.on.attends_host_rows = random_.integer(0, 1) == 0;
     request.host_attention = random_.integer(0, 1) == 0;
+    // Index tiles of sessions that do not step go to host memory.
+    const bool indexes_less = seed_ / kPolicies.size() % 2 == 0;
+    if (!policy_.prefill.evict && indexes_less) request.indexed_tokens = kContext;
     request.device_cap = std::uint64_t{1} << 40;
     const KvPlan whole = plan_kv(request);
     const std::uint64_t rows =
@@ -346,6 +356,12 @@ class World {
     return out.emplace_back(static_cast<std::size_t>(floats)).data();
   }
 
+  // Returns true if these sessions can take up to 6 steps together.
+  bool has_slots(std::span<KvSession* const> sessions) const {
+    std::vector<std::int32_t> sequences;
+    for (const KvSession* session : sessions) sequences.push_back(session->sequence());
+    return late_->tables().has_slots(sequences, 6 * std::ssize(sessions));
+  }
   void decode_together() {
     std::vector<KvSession*> late, plain;
     for (Twins& twins : twins_) {
@@ -353,6 +369,9 @@ class World {
       if (!plain.empty() && !(twins.plain.policy() == plain.front()->policy())) continue;
       late.push_back(&twins.late);
       plain.push_back(&twins.plain);
+      if (has_slots(late)) continue;
+      late.pop_back();
+      plain.pop_back();
     }
     if (late.empty()) return;
     for (std::int64_t steps = random_.integer(1, 6); steps > 0; --steps) {
@@ -421,6 +440,7 @@ class World {
   }
 
   KvShape shape_;
+  std::uint64_t seed_;
   Random random_;
   Policy policy_;
   std::vector<Policy> policies_ = {policy_};

@@ -141,14 +141,17 @@ struct KvPlan {
   bool host_attention = false;
   std::int64_t decode_batch = 1;   // most tokens per decode step, of one sequence or of several
   bool reports_positions = false;  // decode steps report the positions that they selected
-  std::uint64_t index_bytes = 0;   // key index and sums of values; part of the tier's bytes
-  std::uint64_t work_bytes = 0;    // selection: logits, positions; part of the tier's bytes
-  std::uint64_t table_bytes = 0;   // page tables of sequences; part of the tier's bytes
+  // Tokens of all sequences whose index is on the device at a time, see SessionOptions; 0: all.
+  std::int64_t indexed_tokens = 0;
+  std::uint64_t index_bytes = 0;  // key index and sums of values; part of the tier's bytes
+  std::uint64_t work_bytes = 0;   // selection: logits, positions; part of the tier's bytes
+  std::uint64_t table_bytes = 0;  // page tables of sequences; part of the tier's bytes
   // Of a KvCache: input and output arrays, value_basis and, on a GPU, scratch memory of kernels;
   // part of the tier's bytes.
   std::uint64_t staging_bytes = 0;
   std::uint64_t device_bytes = 0;
   std::uint64_t host_bytes = 0;
+  std::uint64_t parked_bytes = 0;  // of the index that is not on the device; part of host_bytes
   std::uint64_t disk_bytes = 0;
   // Without a GPU and a device cap, a plan on disk has its device tier in host memory: host_bytes
   // includes device_bytes.

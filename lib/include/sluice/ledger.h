@@ -26,8 +26,10 @@ enum class Cause : std::uint8_t {
                // pages that were read
   evict,       // rows evicted from a row cache, counted for the layer whose selection needed the
                // room; no bytes, because host memory holds every row
+  index_swap,  // tiles of the key index, with values, that came to the device for the step, or went
+               // to host memory to make room for its index; rows are tokens of the tiles
 };
-inline constexpr int kCauses = 7;
+inline constexpr int kCauses = 8;
 std::string_view to_string(Cause cause);
 
 // Correction: recomputes tokens that were decoded sparsely.
