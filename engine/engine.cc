@@ -359,6 +359,7 @@ KvRequest Engine::Impl::kv_request(const SessionOptions& options, int chunk,
   request.chunk = chunk;
   request.sequences = options.sequences;
   request.tokens = options.tokens;
+  request.indexed_tokens = options.indexed_tokens;
   request.decode_batch = options.decode_batch;
   request.reports_positions = options.reports_positions;
   request.policies = options.policies;
@@ -527,6 +528,21 @@ std::vector<StepResult> Engine::step(std::span<const StepToken> tokens) {
     inside.push_back({&token.session->impl(), token.token, token.sampler, token.history});
   }
   return step_sessions(impl(), inside);
+}
+
+bool Engine::index_fits(std::span<const Session* const> sessions, std::int64_t more) const {
+  const std::lock_guard lock(impl().mutex);
+  std::vector<std::int32_t> sequences;
+  const KvPool* pool = nullptr;
+  for (const Session* session : sessions) {
+    const KvSession& kv = session->impl().kv;
+    if (pool == nullptr) pool = kv.pool().get();
+    if (kv.pool().get() != pool) {
+      throw Error(ErrorCode::usage, "index_fits: its sessions must share their memory");
+    }
+    sequences.push_back(kv.sequence());
+  }
+  return pool == nullptr || pool->tables().has_slots(sequences, more);
 }
 
 MemoryUse Engine::memory() const { return memory_use(*impl().backend); }

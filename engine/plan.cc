@@ -132,11 +132,15 @@ std::string Plan::to_table() const {
   const std::uint64_t selecting = kv.index_bytes + kv.work_bytes;
   const std::uint64_t compact = DeviceRowBytes(kv).compact;
   const std::uint64_t staged = DeviceRowBytes(kv).prompt;
-  const std::uint64_t others = kv.in_place         ? selecting + kv.table_bytes + compact + staged
+  const std::uint64_t device = kv.in_place         ? selecting + kv.table_bytes + compact + staged
                                : kv.device_in_host ? kv.device_bytes
                                                    : 0;
+  const std::uint64_t others = device + kv.parked_bytes;
   table += line("host: rows", kv.host_bytes - others, kv.on_disk ? disk_note(kv) : "");
   if (kv.on_disk) table += line("disk: rows", kv.disk_bytes, "");
+  if (kv.parked_bytes > 0) {
+    table += line("host: parked index", kv.parked_bytes, "of sequences that do not step, at most");
+  }
   if (selecting > 0) {
     const char* const where = kv.in_place ? "in host memory" : "of the device tier";
     table += line("key index", kv.index_bytes, where);
@@ -187,6 +191,8 @@ std::string Plan::to_json() const {
                                {"prompt_rows", kv.prompt_rows},
                                {"cache_rows", kv.cache_rows},
                                {"host_attention", kv.host_attention},
+                               {"indexed_tokens", kv.indexed_tokens},
+                               {"parked_bytes", kv.parked_bytes},
                                {"index_bytes", kv.index_bytes},
                                {"work_bytes", kv.work_bytes},
                                {"sequences", kv.sequences},

@@ -55,7 +55,7 @@ class IndexOfSession {
     for (int layer = 0; layer < layers(); ++layer) {
       std::vector<std::byte> tile(index_->tile_bytes(layer));
       for (std::int64_t i = 0; i < tiles_of(kv_->length()) && !tile.empty(); ++i) {
-        index_->save_tile(layer, slot(i), tile.data());
+        kv_->pool()->save_tile(layer, kv_->sequence(), i, tile.data());
         kv_->pool()->queue().synchronize();
         writer.write_index(tile);
       }

@@ -114,6 +114,30 @@ INSTANTIATE_TEST_SUITE_P(FailingAllocations, OfPolicy,
                                            "tidaldecode anchors=2", "compact prefill=pages(0.9)",
                                            "quest"));
 
+// Every round parks the index of two sessions, and brings it back.
+TEST(FailingAllocations, WhileTheIndexOfOthersMakesRoom) {
+  const RandomCheckpoint model(6);
+  Engine engine = Engine::open(threaded(model));
+  SessionOptions options = testing::options_for(engine, "values", 4);
+  options.device_memory = std::uint64_t{256} << 20;
+  options.indexed_tokens = testing::kSmallContext;
+  Session one = engine.new_session(options);
+  Session two = one.sibling();
+  ASSERT_GT(one.plan().parked_bytes, 0u);
+  one.prefill(random_tokens(1100, 2));
+  two.prefill(random_tokens(1000, 3));
+  FaultSweep sweep;
+  sweep.seed = testing::seed(7);
+  sweep.check_others = [first = goes_on_with(one), second = goes_on_with(two)] {
+    first();
+    second();
+  };
+  sweep.run(allocation(), [&] { return answers_of(engine, one); });
+  const auto returned =
+      one.ledger().total(Phase::decode, Tier::host, Tier::device, Cause::index_swap);
+  EXPECT_GT(returned.bytes, 0u);
+}
+
 TEST(FailingAllocations, WhileASessionIsSavedAndLoaded) {
   const RandomCheckpoint model(3);
   Engine engine = Engine::open(threaded(model));

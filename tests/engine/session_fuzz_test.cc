@@ -296,6 +296,9 @@ class World {
     if ((!remembers_any() || options_.policies.front().prefill.evict) && one_in(2)) {
       options_.tokens = options_.context * random_.integer(4, 4 * options_.sequences) / 4;
     }
+    const bool evicts = std::any_of(options_.policies.begin(), options_.policies.end(),
+                                    [](const Policy& policy) { return policy.prefill.evict; });
+    if (seed % 2 == 0 && !evicts) options_.indexed_tokens = options_.context;
     if (!one_in(4)) choose_cap();
     live_.push_back({engine_->new_session(options_), {}, 0});
     text_ = "context " + number(options_.context) + ", sequences " + number(options_.sequences) +
@@ -389,7 +392,8 @@ class World {
       call();
       return true;
     } catch (const Error& error) {
-      const bool is_full = error.code() == ErrorCode::memory && options_.tokens > 0;
+      const bool is_full = error.code() == ErrorCode::memory &&
+                           (options_.tokens > 0 || options_.indexed_tokens > 0);
       const bool is_zipvl =
           options_.policies.front().prefill.tau > 0.0 &&
           (error.code() == ErrorCode::unsupported || error.code() == ErrorCode::usage);

@@ -177,6 +177,14 @@ struct SessionOptions {
   int sequences = 1;
   // Tokens of all of them, counting tokens that forks share once; 0: `sequences` times `context`.
   std::int64_t tokens = 0;
+  // Most tokens of all of them whose key index and value tiles are on the device at a time, in
+  // tiles of 256 tokens of one session or of forks, at least `context`; 0: all. The tiles that no
+  // step has needed for longest make room for those of a step: they go to host memory, which the
+  // plan counts, and come back before their session's next step, to the bit. Sessions that together
+  // need more cannot take a step together: Error{memory}. Not with a prefill that evicts. Without
+  // effect if all fits, and where rows are attended in host memory, because the index is there,
+  // too.
+  std::int64_t indexed_tokens = 0;
   // Session::load() may be called for them: plans its buffer.
   bool loads = false;
   // Caps in bytes on this session and those that share its memory, besides the engine's caps. They
@@ -263,9 +271,15 @@ class Engine {
   // Appends a token to each of several sessions, which must share their memory (SessionOptions) and
   // the policy in force: one pass over the weights serves all. Every session gets the result that
   // it would get by itself, except for rounding. Throws Error{usage}, {prompt}, {memory} or
-  // {internal} before anything is computed if the batch cannot be served; an error of one session
-  // alone is in its StepResult.
+  // {internal} before anything is computed if the batch cannot be served, {memory} also if their
+  // index does not fit the device together (index_fits()); an error of one session alone is in its
+  // StepResult.
   std::vector<StepResult> step(std::span<const StepToken> tokens);
+
+  // True if the key index of these sessions, which share their memory, has room on the device at
+  // the same time and still has when they have `more` tokens together. Always without
+  // SessionOptions::indexed_tokens.
+  bool index_fits(std::span<const Session* const> sessions, std::int64_t more) const;
 
   // Memory of weights, activations and all sessions, as counted by the allocators.
   MemoryUse memory() const;
