@@ -43,6 +43,7 @@ SessionOptions session_options(const BatcherOptions& options) {
   // The root, and a fork that is being made while all others are taken.
   session.sequences = options.running + options.cached + 2;
   session.tokens = options.tokens > 0 ? options.tokens : options.running * options.context;
+  session.indexed_tokens = options.indexed_tokens;
   session.device_memory = options.device_memory;
   session.host_memory = options.host_memory;
   session.loads = options.loads_prefixes;

@@ -267,10 +267,15 @@ Scheduler::Admission Scheduler::admit(Sequence& sequence) {
     }
     return running_.empty() || free_tokens() >= least;
   };
-  while (!is_room()) {
-    if (cache_.evict() || lower_gives_way()) continue;
+  const auto refuse = [&] {
     sequence.session.reset();
     return Admission::full;
+  };
+  while (!is_room()) {
+    if (!cache_.evict() && !lower_gives_way()) return refuse();
+  }
+  while (!is_indexed_beside_others(sequence)) {
+    if (!lower_gives_way()) return refuse();
   }
   if (source.tokens > 0) {
     sequence.job().out->change_usage([&](Usage& usage) { usage.reused_tokens += source.tokens; });
@@ -279,6 +284,19 @@ Scheduler::Admission Scheduler::admit(Sequence& sequence) {
     });
   }
   return Admission::admitted;
+}
+
+bool Scheduler::is_indexed_beside_others(const Sequence& sequence) const {
+  if (options_.indexed_tokens == 0 || running_.empty()) return true;
+  std::vector<const Session*> sessions;
+  std::int64_t more = 0;
+  const auto add = [&](const Sequence& each) {
+    sessions.push_back(&*each.session);
+    more += whole_pages(std::ssize(each.tokens())) - whole_pages(each.session->length());
+  };
+  for (const auto& each : running_) add(*each);
+  add(sequence);
+  return engine_->index_fits(sessions, more);
 }
 
 std::int64_t Scheduler::reusable(const Sequence& sequence, std::int64_t length) const {
@@ -404,6 +422,7 @@ bool Scheduler::run_steps() {
     if (sequence->decodes()) ready.push_back(sequence.get());
   }
   const bool any = !ready.empty();
+  leave_out_unindexed(ready);
   while (!ready.empty()) {
     const Policy& policy = ready.front()->job().policy;
     std::vector<Sequence*> batch;
@@ -417,6 +436,16 @@ bool Scheduler::run_steps() {
     ready = std::move(rest);
   }
   return any;
+}
+
+void Scheduler::leave_out_unindexed(std::vector<Sequence*>& sequences) const {
+  if (options_.indexed_tokens == 0) return;
+  std::vector<const Session*> sessions;
+  for (const Sequence* sequence : sequences) sessions.push_back(&*sequence->session);
+  while (sessions.size() > 1 && !engine_->index_fits(sessions, std::ssize(sessions))) {
+    sessions.pop_back();
+  }
+  sequences.resize(sessions.size());
 }
 
 // A step by itself, because other sequences' tokens fill a step better than guesses.

@@ -72,10 +72,16 @@ class Scheduler {
   bool goes_on(const Sequence& sequence) const;
   void replay(Sequence& sequence, std::int64_t most);
   bool run_steps();
+  // Leaves out the last sequences in the order of service, if not all have their index on the
+  // device together: changing places in every step would take longer than waiting.
+  void leave_out_unindexed(std::vector<Sequence*>& sequences) const;
   void step(std::vector<Sequence*>& batch);
   void step_with_drafts(Sequence& sequence);
   void note_step(Clock::time_point start);
 
+  // Returns true if the index of all running sequences and of one more, with all their tokens, fits
+  // the device.
+  bool is_indexed_beside_others(const Sequence& sequence) const;
   // Frees blocks for a sequence that needs them now. Returns false if there are none to free.
   // `sequence` itself may have given way: then it does not run any more.
   bool make_room();

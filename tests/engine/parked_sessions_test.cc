@@ -1,5 +1,5 @@
 // Sessions whose key index makes room for that of others, in host memory, answer as sessions of a
-// pool that has the index of all on the device, to the bit.
+// pool that has the index of all on the device, to the bit; and so do requests to a batcher.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "sluice/batcher.h"
 #include "sluice/engine.h"
 #include "sluice/errors.h"
 #include "tests/support/backends.h"
@@ -17,6 +18,7 @@
 #include "tests/support/model_sessions.h"
 #include "tests/support/random.h"
 #include "tests/support/random_checkpoint.h"
+#include "tests/support/served.h"
 #include "tests/support/small_sessions.h"
 #include "tests/support/temp_dir.h"
 
@@ -334,6 +336,50 @@ TEST(ParkedSessions, AStepOfTooManyIsRefusedAndChangesNothing) {
   }
   EXPECT_EQ(logits[1], logits[0]);
   EXPECT_EQ(logits[2], logits[0]);
+}
+
+// Sequences run while their index fits, others wait, and finished ones are parked and found again.
+TEST(ParkedSessions, ABatcherServesMoreThanTheIndexHolds) {
+  static constexpr std::int64_t kContext = 700;
+  const RandomCheckpoint model(5);
+  EngineConfig config = testing::config_of(model);
+  config.compute = DType::f32;
+  config.kv_dtype = DType::f32;
+  config.chunk = 64;
+  Engine engine = Engine::open(config);
+  const Policy policy = engine.policy("values");
+  BatcherOptions options;
+  options.context = kContext;
+  options.policies = {policy};
+  options.running = 4;
+  options.cached = 4;
+  options.tokens = 8 * kContext;
+  options.device_memory = kPlenty;
+  options.indexed_tokens = 2 * kContext;
+  Batcher batcher(engine, options);
+  std::vector<Request> requests;
+  for (std::uint64_t i = 0; i < 8; ++i) {
+    Request& request = requests.emplace_back();
+    request.prompt = random_tokens(300 + 40 * i, i % 4);
+    request.sampling.max_tokens = 30;
+  }
+  for (int round = 0; round < 2; ++round) {
+    std::vector<Stream> streams;
+    for (const Request& request : requests) streams.push_back(batcher.submit(request));
+    for (std::size_t i = 0; i < streams.size(); ++i) {
+      testing::expect_alone(testing::tokens_alone(engine, requests[i], kContext, policy),
+                            testing::read_all(streams[i])[0]);
+    }
+  }
+  const BatcherStats stats = batcher.stats();
+  EXPECT_EQ(stats.failed, 0u);
+  EXPECT_EQ(stats.preemptions, 0u);
+  const bool swaps = std::any_of(stats.traffic.begin(), stats.traffic.end(), [](const auto& one) {
+    return one.cause == Cause::index_swap && one.to == Tier::device && one.traffic.bytes > 0;
+  });
+  EXPECT_TRUE(swaps);
+  options.indexed_tokens = kContext - 1;
+  expect_error(ErrorCode::usage, "`indexed_tokens`", [&] { Batcher(engine, options); });
 }
 
 }  // namespace

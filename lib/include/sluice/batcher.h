@@ -40,6 +40,9 @@ struct BatcherOptions {
   // Of all sequences, shared ones once; 0: `running` times `context`. The pool has two more blocks
   // for each further sequence that may run or be kept, for what sequences do not share of theirs.
   std::int64_t tokens = 0;
+  // Most tokens of all of them whose key index is on the device at a time, see SessionOptions; 0:
+  // all. Sequences run together while their index fits; kept ones give way.
+  std::int64_t indexed_tokens = 0;
   int cached = 16;              // most finished sequences kept for their prefixes; 0: none
   bool loads_prefixes = false;  // load_prefixes() may be called: plans its buffer
   std::size_t queued = 1024;    // most choices of requests that wait
