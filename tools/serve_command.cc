@@ -36,6 +36,7 @@ struct ServeFlags {
   std::string name;
   std::int64_t context = 0;
   std::int64_t tokens = 0;
+  std::int64_t indexed_tokens = 0;
   std::int64_t max_tokens = 0;
   int running = 16;
   int cached = 16;
@@ -88,6 +89,7 @@ void validate(const ServeFlags& flags) {
   require_range("--context", flags.context, 0, INT32_MAX);
   require_range("--drafts", flags.drafts, 1, kMostDrafts);
   require_range("--tokens", flags.tokens, 0, std::int64_t{1} << 40);
+  require_range("--indexed-tokens", flags.indexed_tokens, 0, std::int64_t{1} << 40);
 }
 
 BatcherOptions batcher_options(const ServeFlags& flags, const Engine& engine) {
@@ -101,10 +103,12 @@ BatcherOptions batcher_options(const ServeFlags& flags, const Engine& engine) {
   if (!flags.speculate.empty()) options.drafts = flags.drafts;
   // Without a number two whole contexts, which requests share.
   options.tokens = flags.tokens > 0 ? flags.tokens : options.context * std::min(flags.running, 2);
+  options.indexed_tokens = flags.indexed_tokens;
   SessionOptions session;
   session.context = options.context;
   session.sequences = options.running + options.cached + 2;
   session.tokens = options.tokens;
+  session.indexed_tokens = options.indexed_tokens;
   session.decode_batch = options.drafts + 1;
   for (const std::string& line : flags.policies) {
     options.policies.push_back(choose_session(engine, line, session).options.policies.front());
@@ -195,6 +199,10 @@ Command add_serve(CLI::App& app) {
               "32768 at most");
   add_integer(app, "--tokens", flags->tokens,
               "tokens of all sequences to plan memory for; default: twice --context");
+  add_integer(app, "--indexed-tokens", flags->indexed_tokens,
+              "tokens of all sequences whose key index has room on the device, --context at least; "
+              "that of sequences that do not run goes to host memory; 0: all")
+      ->capture_default_str();
   add_integer(app, "-n,--max-tokens", flags->max_tokens,
               "most tokens of an answer; 0: as many as fit")
       ->capture_default_str();

@@ -80,6 +80,7 @@ BatcherOptions batcher_options(const Engine& engine, const sluice_batcher_option
   to.device_memory = set(from.device_memory);
   to.host_memory = set(from.host_memory);
   to.loads_prefixes = from.loads_prefixes != 0;
+  to.indexed_tokens = from.indexed_tokens;
   return to;
 }
 

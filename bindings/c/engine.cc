@@ -64,6 +64,7 @@ SessionOptions session_options(const Engine& engine, const sluice_session_option
   to.device_memory = set(from.device_memory);
   to.host_memory = set(from.host_memory);
   to.loads = from.loads != 0;
+  to.indexed_tokens = from.indexed_tokens;
   return to;
 }
 

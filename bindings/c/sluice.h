@@ -142,7 +142,8 @@ typedef struct sluice_session_options {
   int64_t tokens;          // of all of them; 0: sequences * context
   uint64_t device_memory;  // caps of this session; 0: the engine's alone
   uint64_t host_memory;
-  int32_t loads;  // not 0: sluice_session_load() may be called, for it and its siblings
+  int32_t loads;           // not 0: sluice_session_load() may be called, for it and its siblings
+  int64_t indexed_tokens;  // most of all of them with their index on the device; 0: all
 } sluice_session_options;
 
 // Called with the share done, 0 to 1; anything but 0 stops. Weights once stopped are loaded anew.
@@ -353,6 +354,7 @@ typedef struct sluice_batcher_options {
   uint64_t device_memory;
   uint64_t host_memory;
   int32_t loads_prefixes;  // not 0: sluice_batcher_load_prefixes() may be called
+  int64_t indexed_tokens;  // see sluice::BatcherOptions; 0: all
 } sluice_batcher_options;
 
 // See sluice::SavedPrefixes.

@@ -388,6 +388,9 @@ static void test_saved_sessions(void) {
   CHECK(memcmp(logits, again, vocabulary * sizeof *logits) == 0);
   EXPECT_OK(sluice_session_free(loaded));
   EXPECT_OK(sluice_session_free(session));
+  sluice_session_options too_few = session_options();
+  too_few.indexed_tokens = 511;  // less than the context
+  EXPECT(SLUICE_USAGE, sluice_session_open(engine, &too_few, &session));
 
   // The same as a prefix of a batcher's prompts.
   sluice_batcher_options batching = {.size = sizeof batching, .context = 512, .running = 1};
@@ -396,6 +399,9 @@ static void test_saved_sessions(void) {
   EXPECT(SLUICE_USAGE, sluice_batcher_load_prefixes(batcher, directory, NULL));
   EXPECT_OK(sluice_batcher_free(batcher));
   batching.loads_prefixes = 1;
+  batching.indexed_tokens = 511;  // less than the context
+  EXPECT(SLUICE_USAGE, sluice_batcher_open(engine, &batching, &batcher));
+  batching.indexed_tokens = 512;
   EXPECT_OK(sluice_batcher_open(engine, &batching, &batcher));
   sluice_saved_prefixes result = {.size = sizeof result};
   EXPECT_OK(sluice_batcher_load_prefixes(batcher, directory, &result));

@@ -178,6 +178,8 @@ class Sessions(Case):
         self.assertIn("append", causes)
         self.assertEqual(ledger["prefill"]["tokens"], len(self.prompt))
         self.assertGreater(self.engine.plan(512)["device_bytes"], 0)
+        parked = self.engine.plan(512, ["values"], sequences=8, device_memory=1 << 30, indexed_tokens=512)
+        self.assertGreater(parked["parked_bytes"], 0)
         self.assertGreater(self.engine.memory()["host_bytes"], 0)
 
     def test_progress_stops_and_raises(self):

@@ -32,7 +32,7 @@ std::shared_ptr<PyBatcher> open_batcher(
     const std::shared_ptr<PyEngine>& engine, std::int64_t context,
     const std::vector<std::string>& policies, int running, std::int64_t tokens, int cached,
     std::size_t queued, double prefill_ms, std::optional<std::uint64_t> device_memory,
-    std::optional<std::uint64_t> host_memory, bool loads_prefixes) {
+    std::optional<std::uint64_t> host_memory, bool loads_prefixes, std::int64_t indexed_tokens) {
   BatcherOptions options;
   options.context = context;
   options.policies =
@@ -45,6 +45,7 @@ std::shared_ptr<PyBatcher> open_batcher(
   options.device_memory = device_memory;
   options.host_memory = host_memory;
   options.loads_prefixes = loads_prefixes;
+  options.indexed_tokens = indexed_tokens;
   return make_owned<PyBatcher>(engine, options);
 }
 
@@ -197,7 +198,8 @@ void bind_batcher(nb::module_& module) {
            nb::arg("policies") = std::vector<std::string>(), nb::arg("running") = 16,
            nb::arg("tokens") = 0, nb::arg("cached") = 16, nb::arg("queued") = 1024,
            nb::arg("prefill_ms") = 0.0, nb::arg("device_memory") = nb::none(),
-           nb::arg("host_memory") = nb::none(), nb::arg("loads_prefixes") = false, Unlocked())
+           nb::arg("host_memory") = nb::none(), nb::arg("loads_prefixes") = false,
+           nb::arg("indexed_tokens") = 0, Unlocked())
       .def("submit", &submit, nb::arg("prompt"), nb::kw_only(), nb::arg("max_tokens") = 128,
            nb::arg("temperature") = 0.0, nb::arg("top_k") = 0, nb::arg("top_p") = 1.0,
            nb::arg("min_p") = 0.0, nb::arg("repetition_penalty") = 1.0, nb::arg("seed") = 0,

@@ -35,7 +35,8 @@ std::shared_ptr<PyEngine> open_engine(
 SessionOptions options_of(const PyEngine& self, std::int64_t context,
                           const std::vector<std::string>& policies, int decode_batch, int sequences,
                           std::int64_t tokens, std::optional<std::uint64_t> device_memory,
-                          std::optional<std::uint64_t> host_memory, bool loads) {
+                          std::optional<std::uint64_t> host_memory, bool loads,
+                          std::int64_t indexed_tokens) {
   SessionOptions options;
   options.context = context;
   options.policies =
@@ -46,6 +47,7 @@ SessionOptions options_of(const PyEngine& self, std::int64_t context,
   options.device_memory = device_memory;
   options.host_memory = host_memory;
   options.loads = loads;
+  options.indexed_tokens = indexed_tokens;
   return options;
 }
 
@@ -308,39 +310,42 @@ void bind_engine(nb::module_& module) {
           [](PyEngine& self, std::int64_t context, const std::vector<std::string>& policies,
              int decode_batch, int sequences, std::int64_t tokens,
              std::optional<std::uint64_t> device_memory, std::optional<std::uint64_t> host_memory,
-             bool loads) {
-            return from_json(self.engine
-                                 .plan(options_of(self, context, policies, decode_batch, sequences,
-                                                  tokens, device_memory, host_memory, loads))
-                                 .to_json());
+             bool loads, std::int64_t indexed_tokens) {
+            return from_json(
+                self.engine
+                    .plan(options_of(self, context, policies, decode_batch, sequences, tokens,
+                                     device_memory, host_memory, loads, indexed_tokens))
+                    .to_json());
           },
           nb::sig(
               "def plan(self, context: int, policies: collections.abc.Sequence[str] = [], *, "
               "decode_batch: int = 1, sequences: int = 1, tokens: int = 0, device_memory: int | "
-              "None = None, host_memory: int | None = None, loads: bool = False) -> dict"),
+              "None = None, host_memory: int | None = None, loads: bool = False, "
+              "indexed_tokens: int = 0) -> dict"),
           nb::arg("context"), nb::arg("policies") = std::vector<std::string>(), nb::kw_only(),
           nb::arg("decode_batch") = 1, nb::arg("sequences") = 1, nb::arg("tokens") = 0,
           nb::arg("device_memory") = nb::none(), nb::arg("host_memory") = nb::none(),
-          nb::arg("loads") = false, "The bytes that such a session will take.")
+          nb::arg("loads") = false, nb::arg("indexed_tokens") = 0,
+          "The bytes that such a session will take.")
       .def(
           "new_session",
           [](const std::shared_ptr<PyEngine>& self, std::int64_t context,
              const std::vector<std::string>& policies, int decode_batch, int sequences,
              std::int64_t tokens, std::optional<std::uint64_t> device_memory,
-             std::optional<std::uint64_t> host_memory, bool loads) {
+             std::optional<std::uint64_t> host_memory, bool loads, std::int64_t indexed_tokens) {
             const Released unlocked;
             return make_owned<PySession>(
                 self, self->engine.new_session(options_of(*self, context, policies, decode_batch,
                                                           sequences, tokens, device_memory,
-                                                          host_memory, loads)));
+                                                          host_memory, loads, indexed_tokens)));
           },
           nb::arg("context"), nb::arg("policies") = std::vector<std::string>(), nb::kw_only(),
           nb::arg("decode_batch") = 1, nb::arg("sequences") = 1, nb::arg("tokens") = 0,
           nb::arg("device_memory") = nb::none(), nb::arg("host_memory") = nb::none(),
-          nb::arg("loads") = false,
+          nb::arg("loads") = false, nb::arg("indexed_tokens") = 0,
           "A session for up to `context` tokens; loads the weights unless they are loaded. loads: "
-          "it "
-          "and its siblings may load() saved ones.")
+          "it and its siblings may load() saved ones. indexed_tokens: most of all of their tokens "
+          "whose key index is on the device at a time, at least `context`; 0: all.")
       .def(
           "saved_session",
           [](const PyEngine& self, const std::filesystem::path& directory) {
