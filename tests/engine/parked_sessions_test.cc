@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <filesystem>
 #include <optional>
 #include <span>
 #include <string>
@@ -21,6 +22,7 @@
 #include "tests/support/served.h"
 #include "tests/support/small_sessions.h"
 #include "tests/support/temp_dir.h"
+#include "tests/support/test_disk.h"
 
 namespace sluice {
 namespace {
@@ -257,6 +259,52 @@ TEST_P(OnDevice, ParkedSessionsAnswerAsOthers) {
 
 INSTANTIATE_TEST_SUITE_P(ParkedSessions, OnDevice, ::testing::ValuesIn(testing::devices()),
                          [](const auto& device) { return device.param; });
+
+using ParkedOnDisk = testing::OnDisk;
+
+// Where rows lie on disk, a session that is loaded leaves them in its file and takes its index from
+// there: what a parked session has saved, and to where others' tiles make room.
+TEST_F(ParkedOnDisk, SessionsAreSavedAndLoadedWithTheirIndex) {
+  constexpr double kTolerance = 2e-3;  // sums in f32 whose order differs
+  const RandomCheckpoint model(4);
+  EngineConfig config = testing::config_of(model);
+  config.compute = DType::f32;
+  config.kv_dtype = DType::f32;
+  Engine in_memory = Engine::open(config);
+  config.disk = DiskConfig{{parent_}, {}};
+  Engine engine = Engine::open(config);
+  SessionOptions options = testing::options_for(engine, "values", 24);
+  options.indexed_tokens = testing::kSmallContext;
+  options.loads = true;
+  options.device_memory = std::uint64_t{8} << 20;
+  for (std::uint64_t host = 1 << 20; !testing::has_plan(engine, options, true); host += host / 8) {
+    options.host_memory = host;
+    ASSERT_LT(host, kPlenty) << "no plan with rows on disk";
+  }
+  std::vector<Session> sessions;
+  sessions.push_back(engine.new_session(options));
+  ASSERT_GT(sessions[0].plan().parked_bytes, 0u);
+  const testing::TempDir dir;
+  for (std::uint64_t i = 0; i < 3; ++i) {
+    if (i > 0) sessions.push_back(sessions[0].sibling());
+    sessions[i].prefill(random_tokens(1100, i));
+  }
+  const std::filesystem::path saved = dir.path() / "session";
+  sessions[0].save(saved);
+  sessions.push_back(sessions[0].sibling());
+  sessions[3].load(saved);
+  for (std::size_t i = 0; i < 4; ++i) {
+    Session alone = in_memory.new_session(testing::options_for(in_memory, "values"));
+    alone.prefill(random_tokens(1100, i % 3));
+    for (TokenId token = 0; token < 5; ++token) {
+      const std::vector<float> expected = copy_of(alone.decode(token));
+      EXPECT_LE(testing::largest_difference(copy_of(sessions[i].decode(token)), expected),
+                kTolerance)
+          << "session " << i << ", token " << token;
+    }
+  }
+  EXPECT_GT(swapped(sessions[0].ledger(), Tier::host, Tier::device), 0u);
+}
 
 TEST(ParkedSessions, APlanShowsTheirHostMemoryAndRefusesTooLittle) {
   const RandomCheckpoint model(2);
