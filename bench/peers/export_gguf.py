@@ -2,9 +2,10 @@
 
     bench/peers/export_gguf.py models/sluice-22m sluice-22m-Q8_0.gguf --type Q8_0
 
-Weights keep their bfloat16 bits, or are rounded to one of the types that the gguf package can write,
-or by llama.cpp to a mixture of its own (Q4_K_M); norms become f32, as llama.cpp wants them. It rotates neighbouring channels where Hugging Face
-checkpoints rotate halves, so the rows of q_proj and k_proj of each head are interleaved on the way.
+Weights keep their bfloat16 bits, or are rounded to one of the types that the gguf package can
+write, or by llama.cpp to a mixture of its own (Q4_K_M); norms become f32, as llama.cpp wants them.
+It rotates neighbouring channels where Hugging Face checkpoints rotate halves, so the rows of q_proj
+and k_proj of each head are interleaved on the way.
 """
 
 import argparse
@@ -161,7 +162,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Writes a checkpoint as a GGUF file.")
     parser.add_argument("model", type=Path, help="checkpoint directory")
     parser.add_argument("out", type=Path, help="GGUF file to write")
-    parser.add_argument("--type", choices=[*TYPES, *MIXTURES], default="BF16", help="of the matrices")
+    kinds = [*TYPES, *MIXTURES]
+    parser.add_argument("--type", choices=kinds, default="BF16", help="of the matrices")
     args = parser.parse_args()
     export(args.model, args.out, args.type)
 

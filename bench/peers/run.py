@@ -6,8 +6,8 @@
     bench/peers/run.py
 
 Everybody runs models/sluice-22m, the same tokens of War and Peace and the same number of threads:
-one prefill to the last logits, then greedy decoding at that depth. With bfloat16 weights peers first
-prove, on a golden continuation, that they compute the same model; in quantised files, which
+one prefill to the last logits, then greedy decoding at that depth. With bfloat16 weights peers
+first prove, on a golden continuation, that they compute the same model; in quantised files, which
 transformers does not read, the first token has to be the same.
 
     bench/peers/run.py --type Q8_0 Q4_0 --tokens 32 8192 32768 --without-transformers
@@ -15,9 +15,8 @@ transformers does not read, the first token has to be the same.
 The precision of the rest is the peer's own choice. llama.cpp computes attention with an f16 or bf16
 KV cache, transformers with everything in bfloat16 or float32. So each peer has several variants;
 all are tried once, at the first depth from 1,024 tokens on, and the one best at prefill and the one
-best at decode go on to the rounds of every depth. In a
-round each contestant runs once, one after the other, so that a slow minute of the machine hits all.
-Peers run one warm-up before they measure, in the same process; Sluice runs as a fresh command. The
+best at decode go on to the rounds of every depth. In a round each contestant runs once, one after
+the other, so that a slow minute of the machine hits all. Peers run one warm-up before they measure, in the same process; Sluice runs as a fresh command. The
 result, with every single run, goes to bench/results/peers_cpu.json.
 """
 
@@ -106,7 +105,7 @@ def sluice(sluice_binary: Path, cell: Cell) -> list[Contestant]:
     command += ["--prompt-file", str(WORK / "prompt.txt"), "--ignore-eos", "--temperature", "0"]
     # The first token comes from the prefill's logits; the others are decode steps.
     command += ["--max-tokens", str(cell.decode_tokens + 1), "--threads", str(cell.threads)]
-    command += ["--json", str(WORK / "sluice.json"), "--force"]
+    command += ["--json", str(WORK / "run.json"), "--force"]
     return [Contestant("sluice", "bf16 KV", command)]
 
 
@@ -153,13 +152,14 @@ def run(contestant: Contestant, cell: Cell) -> Run:
     if done.returncode != 0:
         sys.exit(f"{shlex.join(contestant.command)} failed:\n{done.stderr}")
     if contestant.peer == "sluice":
-        report = json.loads((WORK / "sluice.json").read_text(encoding="utf-8"))
+        report = json.loads((WORK / "run.json").read_text(encoding="utf-8"))
         timings, first = report["timings"], report["tokens"][0]
     else:
         timings = json.loads(done.stdout.splitlines()[-1])
         first = timings["tokens"][0]
     if timings["prefill_tokens"] != cell.tokens:
-        sys.exit(f"{contestant.peer} read {timings['prefill_tokens']} tokens instead of {cell.tokens}")
+        read = timings["prefill_tokens"]
+        sys.exit(f"{contestant.peer} read {read} tokens instead of {cell.tokens}")
     rates = {p: timings[f"{p}_tokens"] / timings[f"{p}_seconds"] for p in PHASES}
     print(
         f"{contestant.peer:13} {contestant.variant:36}"
