@@ -56,7 +56,7 @@ void require_directory(const fs::path& directory) {
   const bool is_file = fs::exists(directory, unreadable);
   throw Error(ErrorCode::io,
               directory.string() + (is_file ? ": is a file, not a directory for prefixes"
-                                            : ": cannot be made, a directory for prefixes" +
+                                            : ": the directory for prefixes cannot be made" +
                                                   (error ? ": " + error.message() : "")));
 }
 

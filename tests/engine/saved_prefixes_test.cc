@@ -266,8 +266,8 @@ TEST(SavedPrefixes, NeedADirectoryAndABufferThatWasPlanned) {
   const fs::path file = dir.write("file", "text");
   Batcher batcher(engine, options);
   for (const fs::path& path : {file, dir.path() / "none" / "none"}) {
-    expect_error(ErrorCode::io, "no directory", [&] { batcher.load_prefixes(path); });
-    expect_error(ErrorCode::io, "no directory", [&] { batcher.save_prefixes(path); });
+    expect_error(ErrorCode::io, "directory for prefixes", [&] { batcher.load_prefixes(path); });
+    expect_error(ErrorCode::io, "directory for prefixes", [&] { batcher.save_prefixes(path); });
   }
   EXPECT_EQ(answer_to(batcher, prompt_of(1)).tokens.size(), 6u);
   options.loads_prefixes = false;
