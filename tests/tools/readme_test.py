@@ -175,7 +175,7 @@ class Pages(unittest.TestCase):
                 self.assertTrue(re.search(rf"(^|[ ,]){flag} ", text), f"{command} {flag}")
 
     def test_flags_and_variables_exist(self):
-        programs = sources("scripts/*", "bench/*.py", "tests/fuzz/*.cc", "cmake/*.cmake")
+        programs = sources("scripts/*", "bench/*.py", "bench/peers/*.py", "tests/fuzz/*.cc", "cmake/*.cmake")
         known_flags = "\n".join(map(help_of, COMMANDS)) + programs
         known_variables = programs + sources("CMakeLists.txt", "bindings/c/*.h", "kernels/*/*.cc", "tests/*/*_test.cc")
         # Of CMake and pkg-config.
