@@ -475,7 +475,7 @@ class ServeOthers(unittest.TestCase):
                 (["--port", 99999], 2, "--port"), (["--running", 0], 2, "--running"), (["--max-body", "x"], 2, "--max-body"),
                 (["--max-body", 0], 2, "--max-body"),
                 (["--cached", -1], 2, "--cached"), (["--host", "256.1.1.1"], 9, "cannot listen"),
-                (["--prefill-ms", "nan"], 2, "prefill"), (["--prefixes", MODEL / "config.json"], 9, "no directory"),
+                (["--prefill-ms", "nan"], 2, "prefill"), (["--prefixes", MODEL / "config.json"], 9, "is a file"),
                 (["--prefixes", "x", "--cached", 0], 2, "--cached"), (["--host-memory", "1MiB"], 8, "memory")]:
             with self.subTest(flags=flags):
                 done = sluice("serve", "-m", MODEL, "--port", 0, "--context", 512, *flags)
