@@ -140,9 +140,8 @@ void Checkpoint::require(std::string_view name, const std::vector<std::int64_t>&
 }
 
 bool Checkpoint::has_codes() const {
-  return std::any_of(tensors_.begin(), tensors_.end(), [](const auto& entry) {
-    return entry.second.code != WeightCode::elements;
-  });
+  return std::any_of(tensors_.begin(), tensors_.end(),
+                     [](const auto& entry) { return entry.second.code != WeightCode::elements; });
 }
 
 void Checkpoint::read_codes(std::string_view name, std::int64_t first, WeightCode code,

@@ -27,11 +27,10 @@ std::string describe(const ModelInfo& info) {
   const std::string dtype(to_string(info.weight_dtype));
   const bool alike =
       info.weight_bytes == static_cast<std::uint64_t>(info.parameters) * size_of(info.weight_dtype);
-  text +=
-      labelled("parameters",
-               std::to_string(info.parameters) + " (" + format_bytes(info.weight_bytes) + " in " +
-                   (alike ? dtype : info.stored_types) +
-                   (alike || info.has_codes ? "" : ", matrices read as " + dtype) + ")");
+  text += labelled("parameters",
+                   std::to_string(info.parameters) + " (" + format_bytes(info.weight_bytes) +
+                       " in " + (alike ? dtype : info.stored_types) +
+                       (alike || info.has_codes ? "" : ", matrices read as " + dtype) + ")");
   text += labelled("layers", std::to_string(kv.layers));
   text += labelled("hidden", std::to_string(info.hidden) + ", feed-forward " +
                                  std::to_string(info.intermediate));

@@ -276,8 +276,8 @@ TEST_F(BatcherTest, SaysEarlyThatThereIsNoRoom) {
   small.cached = 0;
   small.tokens = 256;  // eight blocks
   Batcher batcher(engine_, small);
-  // Answers wait, so that none has ended, and freed its room, when the next is submitted. The second
-  // time the first is known to run, and has not taken all its blocks.
+  // Answers wait, so that none has ended, and freed its room, when the next is submitted. The
+  // second time the first is known to run, and has not taken all its blocks.
   std::promise<void> go_on;
   const auto wait = [go = go_on.get_future().share()](auto&&...) { go.wait(); };
   Request impatient = request(400, 300);

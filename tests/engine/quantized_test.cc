@@ -252,8 +252,8 @@ class Quantized : public ::testing::Test {
     if (tensor.code != WeightCode::elements) expect_codes(source, tensor, expected);
   }
 
-  // Reads the rows' codes, and runs of them, in the tensor's own code and in int8. Their weights are
-  // those expected before either was rounded.
+  // Reads the rows' codes, and runs of them, in the tensor's own code and in int8. Their weights
+  // are those expected before either was rounded.
   static void expect_codes(const TensorSource& source, const SourceTensor& tensor,
                            const std::vector<std::uint16_t>& expected) {
     const std::int64_t rows = tensor.info->shape[0];

@@ -392,8 +392,8 @@ class World {
       call();
       return true;
     } catch (const Error& error) {
-      const bool is_full = error.code() == ErrorCode::memory &&
-                           (options_.tokens > 0 || options_.indexed_tokens > 0);
+      const bool is_full =
+          error.code() == ErrorCode::memory && (options_.tokens > 0 || options_.indexed_tokens > 0);
       const bool is_zipvl =
           options_.policies.front().prefill.tau > 0.0 &&
           (error.code() == ErrorCode::unsupported || error.code() == ErrorCode::usage);

@@ -26,7 +26,8 @@ TEST(FormatNames, OthersAreRefused) {
   expect_error(kUsage, "`compute` is bf16, f16 or f32", [] { parse_dtype("bf8", "compute"); });
   expect_error(kUsage, "`kv_dtype` is bf16, f16, f32, int8 or k8v4",
                [] { parse_row_format("", "kv_dtype"); });
-  expect_error(kUsage, "`weights` is elements, int8 or int4", [] { parse_weight_code("bf16", "weights"); });
+  expect_error(kUsage, "`weights` is elements, int8 or int4",
+               [] { parse_weight_code("bf16", "weights"); });
 }
 
 }  // namespace
