@@ -154,8 +154,8 @@ class World {
   void compare() {
     late_->queue().synchronize();
     // Slots that a refused step gave back are taken in another order, and runs of rows are other
-    // ones then: that rounds otherwise.
-    const double allowed = refused() > 0 ? 1e-5 : 0.0;
+    // ones then: that rounds otherwise, weights to bf16 by kernels for prompts.
+    const double allowed = refused() > 0 ? 0x1p-7 : 0.0;
     for (const Step& step : steps_) {
       ASSERT_EQ(step.late.size(), step.plain.size());
       for (std::size_t i = 0; i < step.late.size(); ++i) {
