@@ -303,6 +303,14 @@ std::array<RowPart, 2> parts_of(const WeightFormat& format, std::int64_t inputs)
   return {RowPart{0, at.codes, 2}, RowPart{at.codes, format.row_bytes(inputs), unit}};
 }
 
+// Copies a row's part to its lane of a block. A copy of a constant size is one instruction.
+template <std::size_t kUnit>
+void interleave(const RowPart& part, const std::byte* row, std::size_t lane, std::byte* block) {
+  for (std::size_t at = part.begin; at < part.end; at += kUnit) {
+    std::memcpy(block + at * kLanesOfBlock + lane * kUnit, row + at, kUnit);
+  }
+}
+
 }  // namespace
 
 // Every part of a row begins at 16 times its offset in the block.
@@ -316,9 +324,9 @@ void pack_rows(const CodedMatrix& to, std::int64_t first, std::int64_t count,
     for (const RowPart& part : parts_of(to.format, to.inputs)) {
       for (std::size_t lane = 0; lane < here; ++lane) {
         const std::byte* const from = rows + (static_cast<std::size_t>(row) + lane) * row_bytes;
-        for (std::size_t at = part.begin; at < part.end; at += part.unit) {
-          std::memcpy(block + at * kLanesOfBlock + lane * part.unit, from + at, part.unit);
-        }
+        if (part.unit == 1) interleave<1>(part, from, lane, block);
+        if (part.unit == 2) interleave<2>(part, from, lane, block);
+        if (part.unit == 4) interleave<4>(part, from, lane, block);
       }
     }
   }
