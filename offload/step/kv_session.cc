@@ -125,7 +125,6 @@ std::int64_t KvSession::decode_room() const {
 }
 
 auto KvSession::begin_with(Phase phase, std::int64_t tokens, const auto& write) {
-  require_step(tokens);
   pool_->require_room(sequence_, length_, length_ + tokens);
   step_ = {length_, tokens};
   in_step_ = true;
@@ -154,6 +153,7 @@ std::vector<std::int32_t> KvSession::begin(Phase phase, std::int64_t tokens) {
 }
 
 void KvSession::begin_announced() {
+  require_step(1);
   begin_with(Phase::decode, 1, [&] { return write(Phase::decode, 1); });
 }
 

@@ -167,7 +167,7 @@ class KvSession {
   void end(StepSelection selection);
   void set_ends();
   std::int64_t& has_rows_of(int layer) { return ends_[static_cast<std::size_t>(layer)]; }
-  // Begins a step for whose rows `write` makes room.
+  // Begins a step that require_step() has allowed, for whose rows `write` makes room.
   auto begin_with(Phase phase, std::int64_t tokens, const auto& write);
   std::vector<std::int32_t> write(Phase phase, std::int64_t tokens);
   // Counts a layer's new rows: `near` where attention reads, `all` written to host memory.
