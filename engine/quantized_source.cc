@@ -382,7 +382,7 @@ class QuantizedSource final : public TensorSource {
     }
   }
 
-  // Throws Error{corrupt} if a scale is no number.
+  // Throws Error{corrupt} if a scale is NaN or infinite.
   float largest_scale(const Entry& entry) const {
     float largest = 0.0f;
     const TensorInfo& info = *entry.scales.info;

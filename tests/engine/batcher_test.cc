@@ -274,10 +274,11 @@ TEST_F(BatcherTest, PreemptsAndReplaysWhenBlocksRunOut) {
 TEST_F(BatcherTest, SaysEarlyThatThereIsNoRoom) {
   BatcherOptions small = options();
   small.cached = 0;
-  small.tokens = 256;  // eight blocks
+  small.tokens = 256;  // two blocks, and two for each further sequence
   Batcher batcher(engine_, small);
-  // Answers wait, so that none has ended, and freed its room, when the next is submitted. The
-  // second time the first is known to run, and has not taken all its blocks.
+  // Answers wait, so that none ends and frees its room before the next is submitted. The second
+  // request is refused before the first is admitted, and also while the first runs, because the
+  // first may still take the blocks that are free.
   std::promise<void> go_on;
   const auto wait = [go = go_on.get_future().share()](auto&&...) { go.wait(); };
   Request impatient = request(400, 300);
